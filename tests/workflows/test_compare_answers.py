@@ -65,6 +65,24 @@ def test_each_model_is_asked_alone_and_with_the_index(rooms, tiny_model, capsys,
     assert answer.answer == "9017" and "R1" in answer._repr_html_() and not answer.refused
 
 
+def test_questions_that_the_index_knows_are_noted(rooms, tiny_model, capsys):
+    """The settings may be chosen on the test itself, or its rows may be among the documents: results look too good."""
+    model = str(write_parrot(rooms / "says", tiny_model, "9017"))
+    command = ["compare", model, "--index", "index", "--data", "rows.jsonl", "--questions", "22", "--json"]
+    assert main(["index", "rooms", "--questions", "rows.jsonl"]) == 0
+    capsys.readouterr()
+    assert main(command) == 0
+    [note] = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith("22 of 22 questions also chose the search settings of retrieval")
+    Path("copy.jsonl").write_text(Path("rows.jsonl").read_text())
+    assert main(["index", "rooms", "copy.jsonl", "--out", "second/index"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--index", "second/index", "--passages", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["names"] == ["says", "says + index", "says + second/index"]
+    assert "questions are in the documents word for word" in found["notes"][1], found["notes"]
+
+
 def test_what_cannot_be_compared_is_named(rooms, tiny_model, capsys):
     model = str(write_parrot(rooms / "says", tiny_model, "9017"))
     Path("essays.jsonl").write_text(

@@ -1,10 +1,11 @@
 """Ask models the same questions, with and without documents, compare the answers, and recommend one."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.progress import Progress, ProgressListener, with_stage
@@ -20,8 +21,8 @@ from tunewell.inference.model_ref import ModelRef
 from tunewell.retrieval.measure import Exam, read_exam
 from tunewell.retrieval.open_book_config import held_out_documents
 from tunewell.retrieval.questions import read_questions
-from tunewell.retrieval.search import open_retriever
-from tunewell.retrieval.shown import key_finder, search_all
+from tunewell.retrieval.search import Retriever, open_retriever
+from tunewell.retrieval.shown import Shown, key_finder, search_all
 from tunewell.retrieval.stores.base import shown_address
 from tunewell.retrieval.subjects import ColumnSession, SearchedIndex, Subject
 from tunewell.runs.resolve import resolve_model
@@ -42,14 +43,19 @@ def compare_answers(
     exam, notes = _exam(subjects, options, open_rows, progress)
     questions = [key.question for key in exam.keys]
     indexes = []
-    for address, retriever in opened:
-        name = "retrieval" if len(opened) == 1 else Path(address.rpartition("#")[2] or address).name
+    for name, (_, retriever) in zip(_index_names([address for address, _ in opened]), opened, strict=True):
+        notes += _tuning_notes(name, retriever, exam)
         listen = with_stage(progress, f"searching {name}: {count(len(questions), 'question')}")
         finder = key_finder(exam.keys)
         found = search_all(retriever, questions, finder, num_passages=options.num_passages, progress=listen)
         indexes.append(SearchedIndex(name, retriever, found))
+        if known := sum(_is_in(key.question, shown) for key, shown in zip(exam.keys, found.found, strict=True)):
+            notes.append(
+                f"{count(known)} of {count(len(questions), 'question')} are in the documents word for word; if the "
+                "index contains the test rows, its results are too optimistic"
+            )
     notes += [note for subject in subjects for note in _book_notes(subject, indexes)]
-    session = ColumnSession(exam, indexes, subjects[0], device=options.device, progress=progress)
+    session = ColumnSession(exam, indexes, device=options.device, progress=progress)
     columns = [column for subject in subjects for column in session.columns(subject)]
     if judge is not None:
         columns = [judge.judged(column, progress) for column in columns]
@@ -57,6 +63,30 @@ def compare_answers(
     comparison = compare_columns(columns, notes, has_all_pairs=True)
     keys = [UsedKey(key.question, key.text, key.because) for key in exam.keys[:_NUM_KEYS]]
     return replace(comparison, recommendation=recommend(comparison), keys=keys)
+
+
+def _index_names(addresses: list[str]) -> list[str]:
+    """Return the names of the indexes in columns: their folders, or their addresses if two have the same name."""
+    if len(addresses) == 1:
+        return ["retrieval"]
+    names = [Path(address.rpartition("#")[2] or address).name for address in addresses]
+    return [name if names.count(name) == 1 else address for name, address in zip(names, addresses, strict=True)]
+
+
+def _tuning_notes(name: str, retriever: Retriever, exam: Exam) -> list[str]:
+    """Return a note if the search settings were chosen on questions of the test."""
+    path = retriever.store.manifest.settings.questions
+    known = 0 if path is None else _num_known([path], Path(), exam)
+    if not known:
+        return []
+    return [
+        f"{count(known)} of {count(len(exam.keys), 'question')} also chose the search settings of {name} "
+        "(`index --questions`), so its results are too optimistic"
+    ]
+
+
+def _is_in(question: str, shown: Shown) -> bool:
+    return any(fold(question).strip() in fold(passage.text) for passage in shown.passages)
 
 
 def _judge(options: CompareOptions) -> tuple[ModelJudge | None, list[str]]:
@@ -110,7 +140,12 @@ def _exam(
     shown = ", ".join(f'"{shorten(key.text, 40)}"' for key in exam.keys[:3] if key.text)
     progress(Progress(f"judging {count(len(exam.keys), 'answer')} by keys such as {shown}"))
     for subject in subjects if options.data is not None else []:
-        if subject.ref is not None and (known := _num_trained_on(subject.ref, exam)):
+        ref = subject.ref
+        if (
+            ref is not None
+            and ref.kind == "run"
+            and (known := _num_known(ref.loaded.config.data.sources, ref.loaded.base, exam))
+        ):
             notes.append(
                 f"{count(known)} of {count(len(exam.keys), 'question')} are in the training rows of {subject.name}, "
                 "so its results are too optimistic"
@@ -118,16 +153,13 @@ def _exam(
     return exam, notes
 
 
-def _num_trained_on(ref: ModelRef, exam: Exam) -> int:
-    """Return the number of questions in the training rows of a run. Files that no longer exist are skipped."""
-    sources = ref.loaded.config.data.sources if ref.kind == "run" else ()
-    trained: set[str] = set()
+def _num_known(sources: Sequence[str | SourceConfig], base: Path, exam: Exam) -> int:
+    """Return the number of questions that are in some files of rows. Files that no longer exist are skipped."""
+    known: set[str] = set()
     for source in sources:
-        try:
-            trained |= {fold(one.text).strip() for one in read_questions(source, base=ref.loaded.base)}
-        except UserError:
-            continue  # the rows were moved or deleted
-    return sum(fold(key.question).strip() in trained for key in exam.keys)
+        with suppress(UserError):  # the rows were moved or deleted
+            known |= {fold(one.text).strip() for one in read_questions(source, base=base)}
+    return sum(fold(key.question).strip() in known for key in exam.keys)
 
 
 def _book_notes(subject: Subject, indexes: list[SearchedIndex]) -> list[str]:

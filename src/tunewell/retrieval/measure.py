@@ -18,6 +18,7 @@ from tunewell.evaluation.rows import EvaluationSet
 from tunewell.evaluation.scores import judged_questions
 from tunewell.inference.batch import Answerer, Message, Replies
 from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.model_ref import ModelRef
 from tunewell.retrieval.answer import fit
 from tunewell.retrieval.reading import is_refusal
 from tunewell.retrieval.shown import SearchedQuestions, Shown
@@ -37,6 +38,8 @@ class Exam:
     """The prompts of the questions in the tokens of one model, with its system prompt; empty if there are none."""
     longest_reference: int = 0
     """Tokens of the longest reference."""
+    ref: ModelRef | None = None
+    """The model in whose tokens the prompts are."""
 
     @property
     def answer_tokens(self) -> int:
@@ -63,7 +66,7 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
         )
     longest = max(len(question.reference_ids) for question in found)
     prompts = [] if is_open_book else [question.ids for question in found]
-    return Exam(judged.keys, judged.clusters, prompts, longest_reference=longest)
+    return Exam(judged.keys, judged.clusters, prompts, longest_reference=longest, ref=model.ref)
 
 
 def measure_alone(

@@ -44,13 +44,11 @@ class SearchedIndex:
 class ColumnSession:
     """Measures the columns of each subject. The base model of several runs is measured once."""
 
-    def __init__(
-        self, exam: Exam, indexes: list[SearchedIndex], first: Subject, *, device: str, progress: ProgressListener
-    ) -> None:
+    def __init__(self, exam: Exam, indexes: list[SearchedIndex], *, device: str, progress: ProgressListener) -> None:
         self.exam, self.indexes, self.progress = exam, indexes, progress
-        self.first, self.device, self.notes = first, device, list[str]()
+        self.device, self.notes = device, list[str]()
         self._bases: dict[str, str] = {}
-        prices = first.ref.loaded.config.plan.prices if first.ref is not None else {}
+        prices = exam.ref.loaded.config.plan.prices if exam.ref is not None else {}
         self._price = prices.get("here")
 
     def columns(self, subject: Subject) -> Iterator[Column]:
@@ -85,13 +83,13 @@ class ColumnSession:
         model.unload()
 
     def _has_tokens_of_exam(self, ref: ModelRef) -> bool:
-        first, plan = self.first.ref, ref.plan
-        if first is ref:
+        asked = self.exam.ref
+        if asked is ref:
             return True
-        if first is None or first.plan is None or plan is None:
+        if asked is None or asked.plan is None or ref.plan is None:
             return False
-        own, others = (plan.tokenizer_sha256, plan.template_sha256s), first.plan
-        return own == (others.tokenizer_sha256, others.template_sha256s)
+        own, others = ((plan.tokenizer_sha256, plan.template_sha256s) for plan in (ref.plan, asked.plan))
+        return own == others
 
     def _answerer(self, model: ChatModel, runtime: Any) -> Answerer:
         sources = model.ref.loaded.config.data.sources
