@@ -110,6 +110,16 @@ def test_the_command_compares_the_reports_of_three_runs(
         assert main(["compare", *words]) == 2
 
 
+def test_a_refusal_is_not_marked_as_wrong() -> None:
+    """The table counts refusals apart, but the examples below it and the page called them wrong."""
+    key = ("When?", "In 1874.")
+    given = [ColumnAnswer("1874", True), ColumnAnswer("1921", False), ColumnAnswer("I don't know", False, refused=True)]
+    columns = [Column(text, {key: answer}, {key: key}) for text, answer in zip("abc", given, strict=True)]
+    found = compare_columns(columns)
+    assert found.changed[0].marks == ["right", "wrong", "refused"]
+    assert "right, wrong, refused" in Page(comparison_page(found)).text
+
+
 def test_runs_of_other_rows_are_not_compared_by_their_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses on other rows look comparable and are not; without a corpus, that is an error."""
     monkeypatch.chdir(tmp_path)

@@ -139,6 +139,16 @@ class ChangedAnswer:
     reference: str
     answers: list[str]
     right: list[bool | None]
+    refused: list[bool] = field(default_factory=list[bool])
+
+    @property
+    def marks(self) -> list[str]:
+        """`right`, `wrong`, `refused` or, if it is not judged, an empty text for each answer."""
+        refused = self.refused or [False] * len(self.right)
+        return [
+            "" if is_right is None else "right" if is_right else "refused" if is_refused else "wrong"
+            for is_right, is_refused in zip(self.right, refused, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -239,6 +249,7 @@ def compare_columns(
                 *columns[0].questions[key],
                 answers=[column.answers[key].text for column in columns],
                 right=[column.answers[key].right for column in columns],
+                refused=[column.answers[key].refused for column in columns],
             )
             for key in changed[:MAX_CHANGES]
         ],

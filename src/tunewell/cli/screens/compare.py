@@ -71,9 +71,8 @@ def _cut_row(row: "Row", num_columns: int) -> list[str]:
 
 def _example(change: "ChangedAnswer", letters: list[str]) -> str:
     lines = [f"  {_short(change.question, width() - 2)}", f"    expected  {_short(change.reference, width() - 14)}"]
-    for mark, answer, is_right in zip(letters, change.answers, change.right, strict=True):
-        judged = "" if is_right is None else "right" if is_right else "wrong"
-        lines.append(f"    {mark} {judged:6}  {_short(answer or '(empty)', width() - 14)}")
+    for mark, answer, judged in zip(letters, change.answers, change.marks, strict=True):
+        lines.append(f"    {mark} {judged:7} {_short(answer or '(empty)', width() - 14)}")
     return "\n".join(lines)
 
 
