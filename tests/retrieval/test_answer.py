@@ -65,6 +65,12 @@ def test_a_source_that_was_not_shown_and_a_quote_that_is_not_there_are_marked(re
     ]
 
 
+def test_several_sources_in_one_bracket_are_checked_too():
+    passages = [Passage("a.md", "A", (), "One."), Passage("b.md", "B", (), "Two.")]
+    found = check_claims("Both say so [1, 2], and [2; 9] too.", passages)
+    assert found.cited == (1, 2) and found.unknown == (9,)
+
+
 def test_passages_that_do_not_fit_are_left_out_and_counted(retriever):
     reader = Scripted("yes", max_letters=1200)
     _, answer = ask(RetrievalChat(retriever, reader), DEADLINE)

@@ -1,7 +1,6 @@
 """Ask a model the questions of a test, with or without passages, and judge the answers, for a column of `compare`."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,12 +19,11 @@ from tunewell.inference.batch import Answerer, Message, Replies
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
 from tunewell.retrieval.answer import fit
-from tunewell.retrieval.reading import is_refusal
+from tunewell.retrieval.reading import CITATION, is_refusal
 from tunewell.retrieval.shown import SearchedQuestions, Shown
 from tunewell.training.evaluate import questions_of
 
 _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 64, 512
-_CITATION = re.compile(r"\s*\[\d{1,3}\]")
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def _ask(
 
 
 def _judged(text: str, key: AnswerKey) -> Judgement:
-    found = judge(_CITATION.sub("", text), key)
+    found = judge(CITATION.sub("", text), key)
     if is_refusal(text) and not key.is_refusal:
         return Judgement(None if found.is_right is None else False, True, "refuses")
     return found

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from tunewell.data.reading_prompt import NOT_FOUND
 from tunewell.retrieval.passages import Passage
 
-_CITATION = re.compile(r"\[(\d{1,3})\]")
+CITATION = re.compile(r"\[\d{1,3}(?:\s*[,;]\s*\d{1,3})*\]")
+"""`[2]`, or `[1, 3]`."""
 _QUOTE = re.compile(r"[\"“„»]([^\"“”„«»\n]{12,400})[\"”«]")
 _MIN_QUOTED_WORDS = 3
 _SENTENCE = re.compile(r"(?<=[.!?。！？])\s+|\n\s*\n|\n(?=\s*(?:[-*+•|]|\d+[.)]|\w+:) )")
@@ -27,7 +28,7 @@ class Claims:
 
 def check_claims(answer: str, passages: Sequence[Passage]) -> Claims:
     """Compare the citations and quotes of an answer with the passages that were shown."""
-    numbers = list(dict.fromkeys(int(found) for found in _CITATION.findall(answer)))
+    numbers = list(dict.fromkeys(int(one) for found in CITATION.findall(answer) for one in re.findall(r"\d+", found)))
     texts = [_squashed(passage.searched) for passage in passages]
     quotes = [quote for quote in _QUOTE.findall(answer) if len(quote.split()) >= _MIN_QUOTED_WORDS]
     return Claims(
