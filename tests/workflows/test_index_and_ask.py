@@ -1,5 +1,6 @@
 """`index`, `ask`, `chat --index` and `serve --index` as commands."""
 
+import io
 import json
 from pathlib import Path
 
@@ -99,6 +100,28 @@ def test_ask_prints_the_answer_and_its_sources(notes, tiny_model, tmp_path, caps
     assert printed.out == "seven [1]\n" and "notes/gate.md" in printed.err
     assert main(["ask", "When?", "--index", "nowhere", "--model", str(model)]) == 2
     assert "tunewell index DOCUMENTS --out nowhere" in capsys.readouterr().err
+
+
+def test_a_refused_question_shows_nothing_of_the_answer_before(notes, tiny_model, tmp_path, capsys, monkeypatch):
+    """The counts and the base model's answer were those of the question before, and `--show` printed an empty text."""
+    monkeypatch.setattr(HashedWords, "unrelated_cosine", 0.15)
+    main(["index", "notes"])
+    model = write_parrot(tmp_path / "parrot", tiny_model, "seven")
+    base = write_parrot(tmp_path / "base", tiny_model, "nine")
+    asked, refused = "When does the gate open?", "Who discovered penicillin in London?"
+    capsys.readouterr()
+    command = ["chat", str(model), "--index", "index", "--with-base", "--base", str(base)]
+    for json_option in ([], ["--json"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{asked}\n{refused}\n"))
+        assert main([*command, *json_option]) == 0
+        out = capsys.readouterr().out
+        if not json_option:
+            assert out.count("nine") == 1 and out.endswith("Not in the documents.\n"), out
+    first, second = map(json.loads, out.splitlines())
+    assert first["tokens"] and first["base"]["answer"] == "nine" and not first["refused"]
+    assert second["refused"] and not second["tokens"] and second["base"] is None
+    assert main(["ask", refused, "--model", str(model), "--show"]) == 0
+    assert capsys.readouterr().out.endswith("The model was not asked.\n")
 
 
 def test_a_server_returns_the_sources_in_a_field_of_its_own(notes, tiny_model, tmp_path):

@@ -126,14 +126,14 @@ class Chat:
             return False
         self._unfinished.discard(len(self.messages) - 1)
         del self.messages[-2:]
-        self._clear_answer()
+        self.clear_answer()
         return True
 
     def reset(self) -> None:
         """Start a new conversation with the same system prompt."""
         self.messages.clear()
         self._unfinished.clear()
-        self._clear_answer()
+        self.clear_answer()
         self._saved = None
 
     def save(self, path: Path) -> int:
@@ -158,7 +158,8 @@ class Chat:
         self._saved = (path.resolve(), line)
         return num_answers
 
-    def _clear_answer(self) -> None:
+    def clear_answer(self) -> None:
+        """Forget the last answer and its prompt, but not the conversation."""
         self.answer, self.base_answer, self._prompt = Answer(), None, []
 
     def _row(self) -> tuple[dict[str, Any], int]:

@@ -138,6 +138,12 @@ class PassageFinder:
         self.retriever = retriever
         self.num_passages = num_passages or retriever.store.manifest.settings.num_passages.value
 
+    @property
+    def summary(self) -> str:
+        """The size of the index, for the first lines of `chat` and `serve`."""
+        counts = self.retriever.store.manifest.counts
+        return f"{count(counts.passages, 'passage')} of {count(counts.indexed, 'document')}"
+
     def find(self, question: str, earlier: Sequence[str] = ()) -> tuple[list[Found], bool]:
         """Return the passages for a question, and whether they seem to answer it.
 

@@ -52,6 +52,8 @@ class ServerInfo:
     listens_on: str
     computed_by: str = ""
     """The runtime, if it is not torch."""
+    answers_from: str = ""
+    """The size of the index, if there is one."""
     pid: int = field(default_factory=os.getpid)
     notes: list[str] = field(default_factory=list)
 
@@ -108,6 +110,7 @@ def open_server(
         device=model.device.name,
         precision=model.precision,
         computed_by=model.computed_by,
+        answers_from=finder.summary if finder is not None else "",
         context_length=served.context_length,
         needs_token=token is not None,
         listens_on=f"{address.host} port {address.port}",

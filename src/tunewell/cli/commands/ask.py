@@ -48,5 +48,7 @@ def command(
         sys.stdout.flush()
     sys.stdout.write("\n")
     emit(sources_text(retrieval.answer))
-    if show:
+    if show and not retrieval.answer.prompt:
+        emit("\nThe model was not asked.")
+    elif show:
         emit("\nThe model got this message:\n\n" + escape_controls(retrieval.answer.prompt))

@@ -8,7 +8,7 @@ import typer
 
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument
 from tunewell.cli.render import emit, json_text
-from tunewell.cli.screens.chat import converse, loading, print_aside, report_dropped, sources_text, write_answers
+from tunewell.cli.screens.chat import converse, loading, report_dropped, report_sources, start_answer, write_answers
 from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,16 +83,16 @@ def _answer_once(
     retrieval: "RetrievalChat | None" = None,
 ) -> None:
     """Answer one prompt of a script, and print only the answer, or JSON with all details."""
-    parts = chat.reply(text) if retrieval is None else retrieval.ask(text)
+    parts = start_answer(chat, text, retrieval)
     if not json:
         report_dropped(chat)
         write_answers(chat, parts, with_base=with_base)
         if retrieval is not None:
-            print_aside(sources_text(retrieval.answer).lstrip("\n"))
+            report_sources(chat, retrieval)
         return
     for _ in parts:
         pass
-    if with_base:
+    if with_base and chat.answer.num_prompt_tokens:
         for _ in chat.base_reply():
             pass
     payload = as_json(chat, text) | (retrieval.answer.as_json() if retrieval is not None else {})

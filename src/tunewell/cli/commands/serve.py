@@ -83,6 +83,7 @@ def screen(info: "ServerInfo") -> str:
         ["base URL", info.url],
         ["model", info.model],
         ["token", token],
+        *([["answers from", f"{info.answers_from}; replies name them in `sources`"]] if info.answers_from else []),
         *(["note", note] for note in info.notes),
     ]
     example_lines = [f"  {line}".rstrip() for line in examples(info)]

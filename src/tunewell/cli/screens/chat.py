@@ -111,8 +111,8 @@ def print_aside(text: str) -> None:
     console(stderr=True).print(text, style="dim")
 
 
-def print_header(chat: "Chat", *, with_base: bool) -> None:
-    """Print the model, its base model, chat template and settings."""
+def print_header(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:
+    """Print the model, its base model, chat template and settings, and the index."""
     model, ref = chat.model, chat.model.ref
     reason = f", {ref.because}" if ref.because else ""
     template = f"template: {model.masker.template.name}" if model.masker else "no chat template: continues your text"
@@ -121,13 +121,14 @@ def print_header(chat: "Chat", *, with_base: bool) -> None:
     if ref.started_from is not None:
         lines.append(f"trained from {one_line(ref.started_from)}" + (", which also answers" if with_base else ""))
     lines.append(f"{template}; {options_text(chat)}; {model.precision} on {model.device.name}{runtime}")
+    lines += [f"answers from {retrieval.finder.summary}"] if retrieval is not None else []
     lines += [f"note: {one_line(note)}" for note in model.notes]
     print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))
 
 
 def converse(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:
     """Run a conversation in a terminal until the user quits."""
-    print_header(chat, with_base=with_base)
+    print_header(chat, with_base=with_base, retrieval=retrieval)
     _enable_line_editing()
     # A parent process may have set Ctrl-C to be ignored, as shells do for background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -148,14 +149,28 @@ def converse(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | None"
 
 def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:
     """Show an answer and its statistics, with the base model's answer if requested. Ctrl-C stops the answer."""
-    parts = chat.reply(text) if retrieval is None else retrieval.ask(text)
+    parts = start_answer(chat, text, retrieval)
     report_dropped(chat)
     with _stopping():
         write_answers(chat, parts, with_base=with_base)
     if retrieval is not None:
-        print_aside(sources_text(retrieval.answer).lstrip("\n"))
+        report_sources(chat, retrieval)
     if retrieval is None or retrieval.answer.prompt:
         print_aside(answer_statistics(chat.answer, chat.base_answer))
+
+
+def start_answer(chat: "Chat", text: str, retrieval: "RetrievalChat | None") -> Reply:
+    """Return the stream of an answer, from the index if there is one."""
+    if retrieval is None:
+        return chat.reply(text)
+    chat.clear_answer()  # the index may refuse the question without asking the model
+    return retrieval.ask(text)
+
+
+def report_sources(chat: "Chat", retrieval: "RetrievalChat") -> None:
+    """Print the sources of an answer, and how many old messages no longer fit in the context."""
+    print_aside(sources_text(retrieval.answer).lstrip("\n"))
+    report_dropped(chat)
 
 
 def sources_text(answer: "IndexAnswer") -> str:
@@ -247,7 +262,8 @@ def _side_by_side(chat: "Chat", parts: Reply) -> None:
 
 def _both(chat: "Chat", parts: Reply) -> Iterator[tuple[str, Reply]]:
     yield one_line(chat.model.ref.name), parts
-    yield "base", chat.base_reply()
+    if chat.answer.num_prompt_tokens:  # the index may have refused the question
+        yield "base", chat.base_reply()
 
 
 def _columns(answers: dict[str, str]) -> "Table":
