@@ -50,6 +50,13 @@ def test_words_of_hidden_documents_do_not_count_for_their_rarity(retriever):
     )
 
 
+def test_a_name_without_a_capital_letter_tells_pages_apart(retriever):
+    """Half of the lower-case questions about unknown colleges were answered from the page of another one."""
+    found = retriever.search("Alderhollow", 3)
+    known, unknown = (retriever.signals(f"what is {name} known for?", found)[2] for name in ("alderhollow", "harvard"))
+    assert known > unknown, "both were 1"
+
+
 def test_settings_are_chosen_on_questions_and_say_what_they_achieve(retriever, facts):
     settings, notes = tune(
         retriever, [fact[0] for fact in facts], lambda number, passage: facts[number][2] in passage.text

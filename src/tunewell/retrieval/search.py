@@ -18,6 +18,10 @@ CANDIDATES = 100
 """Number of passages that each of the two searches proposes."""
 _NAME = re.compile(r"(?<!^)(?<![.?!] )\b(?:[^\W\d_a-zß-ÿ][\w'-]*\w|\d[\w.,/-]*)")
 """A capitalised word inside a sentence, or a number."""
+_RARE = 0.25
+"""Share of the passages up to which a word can be a name. Chosen among four rules on the training questions of the
+college example without capitals. Of the 40 held-out ones, 33 are answered (40 without this rule), and with the name of
+an unknown college none (22 without it)."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,16 @@ class Retriever:
 
         1. the highest cosine, 2. the share of the question's words in the best passage, rare words counting more,
         3. the share of its names and numbers there. "The deadline of Larkfell College" is near every page about
-        deadlines; the name tells them apart.
+        deadlines; the name tells them apart. In a question without capital letters, rare words stand for names.
         """
         best = found[0].passage
         present = set(words(best.searched, self._language))
         asked = sorted(set(words(question, self._language)))
-        names = {word for name in find_names(question) for word in words(name, self._language)}
         total = self.store.manifest.counts.passages
         numbers = self._num_passages_with(asked, self._gone(without, hidden))
+        names = {word for name in find_names(question) for word in words(name, self._language)} or {
+            word for word, number in zip(asked, numbers, strict=True) if number <= _RARE * total
+        }
         weights = [math.log(1 + (total - number + 0.5) / (number + 0.5)) for number in numbers]
         covered = sum(weight for weight, word in zip(weights, asked, strict=True) if word in present)
         return (
