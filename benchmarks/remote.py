@@ -3,7 +3,7 @@
     python benchmarks/remote.py [--objects 200] [--runs 3]
 
 A real S3 server (SeaweedFS) runs on the same machine and uses its cores: the cost of a first read is an upper bound.
-Each measurement is a process of its own. `rows` hashes the files and splits them into rows, as `prepare` does before it
+Each measurement is a process of its own. `rows` hashes each file and splits it into rows, as `prepare` does before it
 tokenises; `prepare` is the whole command on the first four objects.
 """
 
@@ -71,8 +71,10 @@ def measure(kind: str, path: str, model: str, out: str) -> None:
     started = time.perf_counter()
     if kind == "rows":
         files = find_files(path, base=Path())
-        num_bytes = sum(len(file.sha256()) and file.source.size() for file in files)
-        num_rows = sum(len(block) for file in files for block in read_blocks(file, ReadOptions(1 << 22, 64)))
+        num_bytes = num_rows = 0
+        for file in files:
+            num_bytes += len(file.sha256()) and file.source.size()
+            num_rows += sum(map(len, read_blocks(file, ReadOptions(1 << 22, 64))))
     else:
         manifest = prepare(model=model, data=[path], out=out).manifest
         num_bytes, num_rows = sum(source.bytes for source in manifest.sources), manifest.rows_in

@@ -35,6 +35,21 @@ def with_stage(listener: ProgressListener, stage: str) -> ProgressListener:
     return lambda progress: listener(replace(progress, stage=stage))
 
 
+def only_stage(listener: ProgressListener, stage: str, otherwise: str) -> ProgressListener:
+    """Return a listener that forwards the progress of one stage. Other stages after it are reported as `otherwise`."""
+    is_shown = False
+
+    def show(progress: Progress) -> None:
+        nonlocal is_shown
+        was_shown, is_shown = is_shown, progress.stage == stage
+        if is_shown:
+            listener(progress)
+        elif was_shown:
+            listener(Progress(otherwise))
+
+    return show
+
+
 _SURE_SHARE = 0.2
 """From this share of a stage on, its own speed predicts its end better than the expectation does."""
 

@@ -122,11 +122,14 @@ def read_statistics(config: Config, base: Path) -> RowStatistics:
             supervised += learned
             texts += own
             num_plain += learned == length
-        num_rows = sum(
-            count_parquet_rows(file) if file.format == "parquet" else sum(map(len, read_blocks(file, options)))
-            for file in files
-        )
-        total += min(num_rows, source.limit or num_rows)
+        num_rows = 0
+        for file in files:
+            is_table = file.format == "parquet"
+            num_rows += count_parquet_rows(file) if is_table else sum(map(len, read_blocks(file, options)))
+            if source.limit and num_rows >= source.limit:
+                num_rows = source.limit
+                break
+        total += num_rows
     return RowStatistics(
         num_rows=total,
         lengths=tuple(lengths),

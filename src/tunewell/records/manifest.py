@@ -45,6 +45,7 @@ class SourceRecord(Record):
 
     name: str
     sha256: str
+    """Empty for a remote file that was not downloaded, because earlier files had all rows of the limit."""
     bytes: int
     rows: int
     documents: int

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from tunewell.config.load import LoadedConfig
-from tunewell.core.progress import silent
+from tunewell.core.progress import only_stage, silent
 from tunewell.core.redact import redact
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -27,6 +27,7 @@ from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_fol
 from tunewell.runs.outcome import write_run_files
 from tunewell.runs.prediction import plan_to_train, update_measurement
 from tunewell.runs.result import MetricsRecorder, Pulse, TrainResult, make_result
+from tunewell.storage.fetch import DOWNLOADING
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
@@ -103,9 +104,9 @@ class Training:
 
     def prepare(self) -> None:
         """Prepare the corpus on rank 0. Without sources, the existing corpus is used."""
-        with self.recorder.stage("prepare", "preparing the corpus"):
+        with self.recorder.stage("prepare", stage := "preparing the corpus"):
             if self.loaded.config.data.sources and self.world.is_first:
-                prepare(self.loaded)
+                prepare(self.loaded, progress=only_stage(self.recorder, DOWNLOADING, stage))
 
     def plan(self, folder: RunFolder) -> tuple[Corpus, Plan, DataOrder]:
         """Open the corpus and plan the run. A resumed run keeps the measured settings of its first plan."""

@@ -74,7 +74,10 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
     rows_of_source: Counter[int] = Counter()
     is_total_known = all(job.file.format == "jsonl" and not job.file.compression for job in spec.jobs)
     for job in spec.jobs:
-        assembly.begin_source(job.file.name, job.sha256, job.file.source.size(), version=job.file.version())
+        version, limit = job.file.version(), job.pipeline.read.limit
+        is_skipped = bool(version) and limit is not None and rows_of_source[job.source_index] >= limit
+        sha256 = "" if is_skipped else job.sha256  # not downloaded
+        assembly.begin_source(job.file.name, sha256, job.file.source.size(), version=version)
         if job.file.format == TOKENIZED:
             num_rows += _add_tokenized(assembly, job, spec, rows_of_source, num_rows)
             space.tokens = assembly.num_tokens

@@ -45,11 +45,17 @@ class Job:
 
     file: SourceFile
     pipeline: RowPipeline
-    sha256: str
+    identity: str
+    """The version of a remote file, which is known before the download, else the SHA-256."""
     source_index: int
     is_held_out: bool = False
     stamp: str | None = None
     """`Source.stamp()` at the time of hashing. If the file changes during the build, an error is raised."""
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the file. A remote file is downloaded first."""
+        return self.file.sha256() if self.file.version() else self.identity
 
 
 @dataclass
@@ -93,12 +99,12 @@ def require_model_and_data(loaded: LoadedConfig) -> None:
 def make_spec(
     loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | None, progress: ProgressListener = silent
 ) -> BuildSpec:
-    """Find, download and hash the files of a config, and collect all settings, without parsing rows."""
+    """Find the files of a config, hash the local ones, and collect all settings, without parsing rows."""
     config, base = loaded.config, loaded.base
     jobs = _make_jobs(loaded, text, progress)
     settings = _portable(config.model_dump(mode="json", include={"data", "template", "packing", "seed"}), base)
     inputs = [str(PIPELINE_VERSION), stable_json(settings), str(context_limit), text.tokenizer.sha256]
-    inputs += [f"{job.file.name} {job.sha256} {job.pipeline.cache_key()} {job.source_index}" for job in jobs]
+    inputs += [f"{job.file.name} {job.identity} {job.pipeline.cache_key()} {job.source_index}" for job in jobs]
     return BuildSpec(
         jobs=jobs,
         data=config.data,
@@ -155,7 +161,8 @@ def _listed(names: list[str]) -> str:
 def source_options(config: Config, index: int, progress: ProgressListener = silent) -> SourceOptions:
     """Return the options for finding the files of a source. The held-out file has those of the first source."""
     source = config.data.sources[max(index, 0)]
-    return SourceOptions(config.storage, source.config, source.split, progress)
+    has_limit = index != HELD_OUT_FILE and source.limit is not None
+    return SourceOptions(config.storage, source.config, source.split, progress, has_limit)
 
 
 def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListener) -> list[Job]:
@@ -177,7 +184,7 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListe
             file,
             replace(pipelines[index], source=file.name),
             stamp=file.source.stamp(),
-            sha256=file.sha256(),
+            identity=file.version() or file.sha256(),
             source_index=index,
             is_held_out=index == HELD_OUT_FILE,
         )

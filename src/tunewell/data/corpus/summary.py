@@ -102,7 +102,7 @@ def make_manifest(
         sources=[source.record() for source in sources],
         remarks=[
             *spec.remarks,
-            *_encoding_remarks(spec),
+            *_encoding_remarks(spec, sources),
             *(remark for source in sources for remark in _drop_remarks(source)),
             *_text_remarks(spec, sources),
             *(remark for source in sources for remark in _column_remarks(source)),
@@ -117,9 +117,11 @@ def make_manifest(
     )
 
 
-def _encoding_remarks(spec: BuildSpec) -> Iterator[str]:
+def _encoding_remarks(spec: BuildSpec, sources: list[SourceLedger]) -> Iterator[str]:
     """Yield a sentence about each file whose encoding is a guess."""
-    for job in spec.jobs:
+    for job, source in zip(spec.jobs, sources, strict=True):
+        if not source.rows:
+            continue
         file = open_archive(job.file) if job.file.format == "zip" else job.file
         if file.format == TOKENIZED or job.pipeline.read.encoding != "auto":
             continue

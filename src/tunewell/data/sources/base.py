@@ -30,6 +30,8 @@ class SourceOptions:
     split: str | None = None
     """The split of a dataset of the hub."""
     progress: ProgressListener = silent
+    has_limit: bool = False
+    """True if the last files may not be needed: a file is downloaded when it is read, and none before."""
 
 
 _DEFAULTS = SourceOptions()
@@ -73,7 +75,10 @@ class VersionedSource(Protocol):
         ...
 
     def version(self) -> str:
-        """Return the version for the manifest: an ETag, or the commit of a dataset."""
+        """Return the version for the manifest: an ETag, or the commit of a dataset; empty if there is none.
+
+        Two files with the same name and version have the same content. It must not need a download.
+        """
         ...
 
 

@@ -1,6 +1,7 @@
 """Remote files as a data source: an object, a prefix or a glob in a bucket, or a file on a web server.
 
-Files are downloaded into the cache when the first of them is read, several at once. Afterwards they are local files.
+Files are downloaded into the cache when the first of them is read, several at once. A file that is in the cache is read
+like a local one, while the next ones are downloaded.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from tunewell.data.sources.base import READABLE, SourceOptions, detect_format
 from tunewell.data.sources.local import select_row_files
 from tunewell.storage.address import Address, compile_pattern, listing_prefix, parse_address
 from tunewell.storage.cache import ObjectCache, cache_key
-from tunewell.storage.fetch import fetch
+from tunewell.storage.fetch import Downloads
 from tunewell.storage.store import RemoteObject, RemoteStore
 
 _NUM_SUGGESTED = 8
@@ -21,27 +22,16 @@ _NUM_SUGGESTED = 8
 
 @dataclass
 class _Batch:
-    """The files of one source. They are fetched together."""
+    """Files that are downloaded together: those of one source, or a single file of a source with a limit."""
 
-    store: RemoteStore | None
-    """None in offline mode."""
     cache: ObjectCache
-    found: list[RemoteObject]
-    options: SourceOptions
-    fetched: dict[str, tuple[Path, str]] = field(default_factory=dict[str, tuple[Path, str]])
+    downloads: Downloads | None
+    """None in offline mode."""
 
-    def fetch(self, name: str) -> tuple[Path, str]:
+    def fetch(self, entry: RemoteObject) -> tuple[Path, str]:
         """Return the path in the cache and the SHA-256 of a file."""
-        place = self.fetched.get(name)
-        if place is None or not place[0].is_file():
-            if self.store is None:
-                places = [self._require_cached(entry) for entry in self.found]
-            else:
-                places = fetch(self.store, self.found, self.cache, self.options.progress)
-            self.fetched = {entry.name: place for entry, place in zip(self.found, places, strict=True)}
-        return self.fetched[name]
-
-    def _require_cached(self, entry: RemoteObject) -> tuple[Path, str]:
+        if self.downloads is not None:
+            return self.downloads.fetch(entry)
         place = self.cache.find(cache_key(entry.address), entry)
         if place is None:
             raise _not_downloaded(entry.name)
@@ -70,8 +60,11 @@ class RemoteFile:
             found = _list(store, address)
             _require_content(found)
             cache.save_listing(cache_key(address), found)
-        batch = _Batch(store, cache, found, options)
-        return [cls(entry, batch) for entry in found]
+        files: list[RemoteFile] = []
+        for group in [[entry] for entry in found] if options.has_limit else [found]:
+            batch = _Batch(cache, Downloads(store, group, cache, options.progress) if store else None)
+            files += [cls(entry, batch) for entry in group]
+        return files
 
     @property
     def name(self) -> str:
@@ -79,7 +72,7 @@ class RemoteFile:
 
     def open(self) -> BinaryIO:
         """Open the cached copy; download it first if necessary."""
-        return self.batch.fetch(self.name)[0].open("rb")
+        return self.batch.fetch(self.entry)[0].open("rb")
 
     def size(self) -> int:
         """Return the size in bytes."""
@@ -91,11 +84,11 @@ class RemoteFile:
 
     def sha256(self) -> str:
         """Return the SHA-256, computed during the download."""
-        return self.batch.fetch(self.name)[1]
+        return self.batch.fetch(self.entry)[1]
 
     def version(self) -> str:
-        """Return the ETag, or the time of the last change and the size."""
-        return self.entry.stamp.strip('"')
+        """Return the ETag, or the time of the last change and the size; empty if the server reports neither."""
+        return self.entry.stamp.strip('"') if self.entry.has_stamp else ""
 
 
 def _list(store: RemoteStore, address: Address) -> list[RemoteObject]:
