@@ -8,6 +8,7 @@ import re
 import unicodedata
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 _MONTHS = (
     "january jan januar jänner janvier janv enero ene gennaio gen janeiro januari janúar jän",
@@ -132,13 +133,14 @@ class Value:
         return f"={self.kind} {'/'.join(f'{part:.12g}' for part in number[:2])}"
 
 
-def find_values(text: str) -> list[Value]:
+@lru_cache(maxsize=4096)  # retrieval judges each passage by the keys of many questions
+def find_values(text: str) -> tuple[Value, ...]:
     """Return the dates, times, numbers and contacts of a text in their order."""
     found: list[Value] = []
     for pattern, read in ((_DATE, _date), (_TIME, _time), (_CONTACT, _contact), (_NUMBER, _number)):
         values = [value for match in pattern.finditer(text) if (value := read(match)) is not None]
         found += [one for one in values if not any(old.start < one.end and one.start < old.end for old in found)]
-    return sorted(found, key=lambda value: value.start)
+    return tuple(sorted(found, key=lambda value: value.start))
 
 
 def _date(match: re.Match[str]) -> Value | None:

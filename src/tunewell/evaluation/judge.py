@@ -248,7 +248,7 @@ def _is_final_right(text: str, key: AnswerKey) -> tuple[bool, str]:
             if match(result, parts[0]).contains:
                 return True, f"the result is {parts[0]}"
             continue
-        found = (find_values(marked[-1])[:1] if marked else []) or find_values(text)[-1:]
+        found = (find_values(marked[-1])[:1] if marked else ()) or find_values(text)[-1:]
         # Units are not compared: `#### 10` stands for dollars as well as for minutes.
         if found and found[0].readings & expected[0].readings:
             return True, f"the result is {parts[0]}"

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 
 from tunewell.inference.degeneration import SPACELESS, SPACELESS_LETTER, fold, is_punctuation
@@ -67,6 +67,7 @@ def is_short_reference(reference: str) -> bool:
     return 0 < words <= SHORT_WORDS
 
 
+@lru_cache(maxsize=4096)  # retrieval judges each passage by the keys of many questions
 def is_refusal(text: str, *, is_answer: bool = False) -> bool:
     """Return True if a text says that the answer is not known or not in the documents, in the commonest languages."""
     folded = fold(text)

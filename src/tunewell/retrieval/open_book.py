@@ -75,8 +75,9 @@ def locate_questions(
     for number, (key, vector) in enumerate(zip(keys, vectors, strict=True)):
         progress(Progress("finding passages", number, len(keys), "questions"))
         found = [one.passage for one in retriever.search(key.question, _CANDIDATES, vector=vector)]
-        right = [passage for passage in found if has_answer(number, passage)]
-        misses = [passage for passage in found if not has_answer(number, passage)]
+        answers = [has_answer(number, passage) for passage in found]
+        right = [passage for passage, is_right in zip(found, answers, strict=True) if is_right]
+        misses = [passage for passage, is_right in zip(found, answers, strict=True) if not is_right]
         located.append(LocatedQuestion(key, right[0], misses) if right else None)
     return located
 
