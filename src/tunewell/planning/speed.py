@@ -8,6 +8,7 @@ to 71%). On other cards the rates of their makers are used, so the range is wide
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -154,7 +155,10 @@ def _update_seconds(work: Workload, rates: Rates) -> float:
 def step_seconds(work: Workload, rates: Rates, *, is_compiled: bool) -> float:
     """Return the mean seconds of an optimizer step."""
     groups = work.groups or [[int(work.mean_step_tokens)]]
-    total = sum(micro_batch_seconds(work, rates, size, is_compiled=is_compiled) for sizes in groups for size in sizes)
+    sizes = Counter(size for group in groups for size in group)
+    total = sum(
+        number * micro_batch_seconds(work, rates, size, is_compiled=is_compiled) for size, number in sizes.items()
+    )
     fixed = _CPU_STEP_SECONDS if work.device.kind == "cpu" else 0.0
     return total / len(groups) + fixed + _update_seconds(work, rates)
 
