@@ -15,6 +15,9 @@ OLD_TRANSFORMERS := 5.17.0
 TRL    := .venv-trl
 TRL_PINS := transformers==4.57.3 trl==0.26.1
 
+# Without compiled bytecode each process that a test starts compiles transformers again, which takes 2 to 3 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts demo bench clean
 
 help: ## show this list
