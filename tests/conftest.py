@@ -1,6 +1,7 @@
 """What tests of several folders share."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ os.environ["AWS_EC2_METADATA_DISABLED"] = "true"  # no test asks the metadata se
 # One torch thread per process: two workers with two threads each wait for each other on two cores, and tiny models
 # then take up to ten times as long. Set before torch is imported, and inherited by child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of a test that asks for two sleep instead of spinning
 
 # Outputs of base models must not outlive the tests, which would then measure nothing. Other caches only save time.
 if "TUNEWELL_CACHE" not in os.environ:
@@ -53,6 +55,16 @@ for _folder in (
     "workflows",
 ):
     sys.path.append(str(Path(__file__).parent / _folder))
+
+
+# Imports create two million objects that live as long as the process. Each full collection walked all of them (half a
+# second), and in forked children each walk copied their pages too.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
