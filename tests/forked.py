@@ -1,5 +1,6 @@
 """Commands in forked children of the test process: real processes, without seconds of imports for each."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -32,6 +34,10 @@ class Command:
         self._out, self._err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))  # noqa: SIM115  kept open
         arguments = (*arguments, "--no-supervisor") if arguments[0] == "train" else arguments
         self.arguments = arguments
+        # Once, in this process: each child would import them again.
+        for package in ("cli.commands", "workflows"):
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(f"tunewell.{package}.{arguments[0]}")
 
         def act() -> None:
             os.chdir(cwd)

@@ -2,13 +2,11 @@
 
 import errno
 import json
-import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -63,8 +61,7 @@ def _train(project: Path, *arguments: str, sets: tuple[str, ...] = ()) -> subpro
 
 
 def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
-    line = [sys.executable, "-m", "tunewell", *_arguments("--json")]
-    done = subprocess.run(line, cwd=project, capture_output=True, text=True, check=False, env=os.environ | {"CI": "1"})
+    done = _train(project, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["steps"] == told["num_steps"] == 6 and told["status"] == "finished"
@@ -293,7 +290,7 @@ def test_a_run_from_before_there_were_fingerprints_goes_on(project: Path) -> Non
 def test_a_signal_saves_within_a_step_and_resume_ends_as_if_there_had_been_none(
     project: Path, number: signal.Signals, code: int
 ) -> None:
-    longer = ("train.max_steps=60", "evaluate.every_steps=1000", "checkpoints.every_steps=1000", "evaluate.samples=0")
+    longer = ("train.max_steps=40", "evaluate.every_steps=1000", "checkpoints.every_steps=1000", "evaluate.samples=0")
     assert _train(project, "--out", "whole", sets=longer).returncode == 0
     process = Command(*_arguments(sets=longer), cwd=project)
     log = project / "run" / "events.jsonl"
