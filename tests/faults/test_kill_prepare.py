@@ -141,15 +141,33 @@ def test_kill_9_at_twenty_random_moments_of_a_longer_prepare(preparer, tmp_path)
     kill_at_random_moments(preparer, tmp_path, rows=20_000, moments=20, seconds=3_600)
 
 
-@pytest.mark.parametrize(("has_old", "step"), [(True, 1), (False, 3)])
+def moments(step, seen):
+    """Yield every so-manyth moment up to 1,000, and every one between the old corpus and the new one.
+
+    `seen` has what was found at each moment so far.
+    """
+    for late in range(0, 1_000, step):
+        yield late
+        if step > 1 and late >= step and seen[late - step] != seen[late]:
+            yield from range(late - step + 1, late)
+
+
+@pytest.mark.parametrize(
+    ("has_old", "step"),
+    [(True, 4), (False, 4), *(pytest.param(old, 1, marks=pytest.mark.faults) for old in (True, False))],
+)
 def test_ended_at_any_touch_of_the_disk_the_next_run_ends_as_if_nothing_was(tiny_model, tmp_path, has_old, step):
-    """Random moments miss the short ones: here every write, flush, move and removal is the last one once."""
+    """Random moments miss the short ones: `make faults` ends a run at every write, flush, move and removal.
+
+    By default every fourth is the last one once, and each around the exchange of the old corpus for the new one.
+    """
     old, new = make_start(tmp_path, tiny_model, 24, HELD_OUT)
     if not has_old:
         shutil.rmtree(tmp_path / "start" / "corpus")
-    rows, place, seen = tmp_path / "start" / "rows.jsonl", tmp_path / "place", []
+    rows, place = tmp_path / "start" / "rows.jsonl", tmp_path / "place"
+    seen: dict[int, str] = {}
     with planned_once():
-        for at in range(0, 1_000, step):
+        for at in moments(step, seen):
             shutil.copytree(tmp_path / "start", place)
             with failing(at, WRITES + REMOVALS, Killed):
                 try:
@@ -159,10 +177,11 @@ def test_ended_at_any_touch_of_the_disk_the_next_run_ends_as_if_nothing_was(tiny
                     pass
             found = whole_corpus(place)
             assert found in ((old, new, None) if has_old else (new, None)), at
-            seen.append("none" if found is None else "new" if found == new else "old")
+            seen[at] = "none" if found is None else "new" if found == new else "old"
             assert tree(prepare_in(place, tiny_model, rows, HELD_OUT).corpus) == new, at
             assert leftovers(place) == [], at
             shutil.rmtree(place)
-    assert len(seen) * step > 60
-    assert seen == sorted(seen, key=["old", "none", "new"].index), "the old one, for one move nothing, the new one"
-    assert seen.count("none") == 1 if has_old else "old" not in seen
+    assert max(seen) > 60
+    states = [seen[at] for at in sorted(seen)]
+    assert states == sorted(states, key=["old", "none", "new"].index), "the old one, for one move nothing, the new one"
+    assert states.count("none") == 1 if has_old else "old" not in states
