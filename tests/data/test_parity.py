@@ -15,10 +15,12 @@ from chat_references import (
     train_sentencepiece,
 )
 
+from examples_limit import examples
 from tunewell.data.templates.chat_template import BUILTIN_NAMES, builtin_template
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 
-COUNT = 200
+COUNT = max(60, examples(200))
+"""Conversations for each template; all of them in `make test-all`."""
 
 
 def their_tokenizer(tokenizer: LoadedTokenizer, folder, template: str):
