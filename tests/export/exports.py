@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from gguf_tiny import save, tiny
 from transformers import AutoModelForCausalLM
@@ -11,10 +12,12 @@ from transformers import AutoModelForCausalLM
 from tunewell.config.schema import MethodSettings
 from tunewell.core.files import sha256_file
 from tunewell.core.progress import ProgressListener, silent
+from tunewell.export import proof_process
 from tunewell.export.options import ExportOptions
 from tunewell.methods.base import trainable_parameters
 from tunewell.methods.lora import Lora
 from tunewell.records.parity import PROOF, Parity
+from tunewell.workflows import export as workflow
 from tunewell.workflows.export import Exported, export
 from tunewell.workflows.verify import verify
 
@@ -56,6 +59,24 @@ def rehash(folder: Path, *, only: str) -> None:
 def prove_here(folder: Path, *, allow_pickle: bool, progress: ProgressListener = silent) -> Parity:
     """Prove in this process: a new one takes seconds to start."""
     return verify(folder, allow_pickle=allow_pickle, progress=progress)
+
+
+class _ProvesHere:
+    """Stands in for `ProofProcess`."""
+
+    prove = staticmethod(prove_here)
+
+    def __enter__(self) -> "_ProvesHere":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def prove_exports_here(patched: pytest.MonkeyPatch) -> None:
+    """Have `tunewell export` prove in this process."""
+    for module in (proof_process, workflow):
+        patched.setattr(module, "ProofProcess", _ProvesHere)
 
 
 def exported(place: Path, out: Path, **options: Any) -> Exported:
