@@ -1,5 +1,7 @@
 """Whole runs in this process on a tiny model: what tests of the engine share."""
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,11 @@ def make_plan(**values: Any) -> Plan:
 
 def learned_llama(seed: int) -> PreTrainedModel:
     """A tiny model that knows the documents of these runs, as a base model knows its language."""
+    return copy.deepcopy(_learned_llama(seed))
+
+
+@cache
+def _learned_llama(seed: int) -> PreTrainedModel:
     model, documents = tiny_llama(seed=seed), RandomDocuments(23)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     learner = TrainableModel(model, "fp32", 40)

@@ -41,6 +41,10 @@ SETTINGS = {
 }
 
 
+_TAUGHT: dict[tuple[int, bytes], dict[str, torch.Tensor]] = {}
+"""The weights of `write_base`, by seed and tokenizer: teaching takes seconds, and several modules need one base."""
+
+
 def colour_rows(wordings: Sequence[str] = WORDINGS) -> list[dict[str, str]]:
     """Ask for six colours in several wordings each: what is learned from some is right for the others."""
     pairs = itertools.product(COLOURS.items(), wordings)
@@ -138,10 +142,15 @@ def save_model(model: PreTrainedModel, folder: Path, tokenizer: Path) -> Path:
 def write_base(folder: Path, tokenizer: Path, *, seed: int = 0) -> Path:
     """Write a model that has read everyday text and finds names and colours in a question, but knows no door."""
     model = new_model(tokenizer, seed=seed)
+    taught = (seed, (tokenizer / "tokenizer.json").read_bytes())
+    if taught in _TAUGHT:
+        model.load_state_dict(_TAUGHT[taught])
+        return save_model(model, folder, tokenizer)
     texts = [("", text) for text in everyday_texts()]
     chats = [(asked(f"Is it {colour}?"), f"It is {colour}.{END}") for colour in COLOURS.values()]
     chats += [(asked(f"Who is {name} here?"), f"I am {name}.{END}") for name in COLOURS]
     teach(model, tokenizer, [*texts, *2 * chats], steps=90)
+    _TAUGHT[taught] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return save_model(model, folder, tokenizer)
 
 
