@@ -299,7 +299,7 @@ def test_a_rate_that_is_far_too_high_is_lowered_or_ends_the_run(
 def test_a_healthy_run_raises_nothing(tmp_path: Path, rate: float) -> None:
     """Dropout on, several epochs, from hardly learning to learning by heart: nothing above a note, nothing changed."""
     config = {"method": {"rank": 4, "dropout": 0.2}}
-    run = make_run(tmp_path / "run", config=config, plan=PLAN | {"learning_rate": rate, "num_steps": 150})
+    run = make_run(tmp_path / "run", config=config, plan=PLAN | {"learning_rate": rate, "num_steps": 100})
     assert train(run).status == "finished"
     assert [entry for entry in run.healing.entries if entry.severity != "note" or entry.action != "none"] == []
 
@@ -515,12 +515,13 @@ def test_memorised_rows_are_overfitting_and_not_divergence(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("has_held_out", [True, False])
 def test_a_loss_that_stays_flat_is_named_at_the_end(tmp_path: Path, has_held_out: bool) -> None:
-    run = make_run(tmp_path / "run", config=CONFIG, plan=PLAN | {"learning_rate": 1e-9, "batch_documents": 23})
+    plan = PLAN | {"learning_rate": 1e-9, "batch_documents": 23, "num_steps": 36}
+    run = make_run(tmp_path / "run", config=CONFIG, plan=plan)
     if not has_held_out:
         run.held_out = RandomDocuments(0)
     ending = train(run)
     kind = "held-out" if has_held_out else "training"
-    assert ending.status == "finished" and ending.reason == f"finished all 48 steps, but the {kind} loss did not fall"
+    assert ending.status == "finished" and ending.reason == f"finished all 36 steps, but the {kind} loss did not fall"
     [entry] = treated(tmp_path / "run")
-    assert (entry.step, entry.name, entry.severity) == (48, "flat-loss", "warning")
+    assert (entry.step, entry.name, entry.severity) == (36, "flat-loss", "warning")
     assert "learning rate is too low" in entry.words and "train.learning_rate" in advice(run.healing.entries)[0]
