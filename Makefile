@@ -36,9 +36,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 test: setup ## the default tests; also those on shared data, if it is beside the checkout
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(DURATIONS)
-	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "shared and not slow and not gpu"; \
-	 else echo "no $(SHARED)/data: tests marked 'shared' are skipped"; fi
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(DURATIONS) $(if $(wildcard $(SHARED)/data),-m "not slow and not gpu and not faults")
+	@test -d "$(SHARED)/data" || echo "no $(SHARED)/data: tests marked 'shared' are skipped"
 
 test-all: setup ## every test: the default ones with all property-test examples, then the slow ones and every fault
 	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS)
