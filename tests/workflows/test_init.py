@@ -369,3 +369,15 @@ def test_rows_of_the_config_are_recognised_however_they_are_written(folder, tiny
     for other in ("rows.jsonl#5", "others.jsonl"):
         with pytest.raises(UserError, match="other rows"):
             init_to_train(other, model=str(tiny_model))
+
+
+def test_rows_that_the_model_cannot_read_are_a_warning_outside_a_terminal(folder, tiny_model, capsys):
+    """Guards against a config that stops `train` without a word."""
+    _rows(folder / "rows.jsonl")
+    with (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"question": "Why?", "answer": "because " * 5_000}) + "\n")
+    line = ["init", "rows.jsonl", "--model", str(tiny_model), "--force"]
+    assert main(line) == 0
+    assert "packing.long_documents=split" in " ".join(capsys.readouterr().out.split())
+    assert main([*line, "--set", "packing.long_documents=drop"]) == 0
+    assert "`train` will stop" not in " ".join(capsys.readouterr().out.split())

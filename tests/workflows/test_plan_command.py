@@ -224,7 +224,7 @@ def test_recorded_machines_get_their_notes(project: Path, name: str, texts: list
     result = _plan("device=auto", system=RecordedSystem(name))
     notes = " ".join(result.notes)
     assert [text for text in texts if text not in notes] == []
-    assert result.plan.precision.value == ("bf16" if name == "wsl" else "fp32")
+    assert result.plan.precision.value == {"wsl": "bf16", "colab_t4": "fp16", "t4_busy": "fp16"}.get(name, "fp32")
 
 
 def test_a_device_that_is_not_here_is_refused_as_in_train(project: Path) -> None:

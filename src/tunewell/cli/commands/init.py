@@ -143,6 +143,9 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
     rows += [["note", remark] for remark in sample.remarks]
     if result.too_few_to_judge:
         rows.append(["warning", result.too_few_to_judge])
+    if sample.pieces and "long_documents: error" in result.text:
+        remark = "some rows are longer than the model can read, and `train` will stop at them"
+        rows.append(["warning", f"{remark}: add `--set packing.long_documents=split`, or `=drop`"])
     if sample.dropped:
         dropped = f"{count(sum(sample.dropped.values()))} of the first {count(sample.rows_in, 'row')}"
         rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped)}"])
