@@ -51,6 +51,7 @@ TUNED = {"college": Recipe("train", 5, 1e-3), "pubmedqa": Recipe("train", 3, 3e-
 BOOKS = {
     "college": {
         "copies": Recipe("book-copies", 3, 5e-4, batch_tokens=4096),
+        "fewer refusals": Recipe("book-answered", 3, 5e-4, batch_tokens=4096),
         "copies, full": Recipe("book-copies", 3, 1e-4, "full", 4096),
         "plain": Recipe("book-plain", 12, 5e-4, batch_tokens=2048),
     },
@@ -151,8 +152,14 @@ def prepare_college(folder: Path) -> None:
                 one.answer.file for one in located if one and any(s.lower() in one.answer.title.lower() for s in own)
             }
             num_passages = settings.num_passages.value
-            for label, copies in (("plain", 1), ("copies", COPIES)):
-                rows = open_book_rows(located, num_passages=num_passages, held_out=pages, num_copies=copies)
+            for label, copies, share in (("plain", 1, 0.25), ("copies", COPIES, 0.25), ("answered", COPIES, 0.1)):
+                rows = open_book_rows(
+                    located,
+                    num_passages=num_passages,
+                    held_out=pages,
+                    num_copies=copies,
+                    unanswerable_share=share,
+                )
                 write_lines(folder / f"book-{label}-{number}.jsonl.gz", rows.train)
             about.append({"schools": own, "asked": asked, "num_passages": num_passages})
     write_lines(folder / "train.jsonl.gz", train)

@@ -376,7 +376,7 @@ def test_rows_that_the_model_cannot_read_are_a_warning_outside_a_terminal(folder
     _rows(folder / "rows.jsonl")
     with (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"question": "Why?", "answer": "because " * 5_000}) + "\n")
-    line = ["init", "rows.jsonl", "--model", str(tiny_model), "--force"]
+    line = ["init", "rows.jsonl", "--model", str(tiny_model), "--force", "--set", "packing.context_length=256"]
     assert main(line) == 0
     assert "packing.long_documents=split" in " ".join(capsys.readouterr().out.split())
     assert main([*line, "--set", "packing.long_documents=drop"]) == 0

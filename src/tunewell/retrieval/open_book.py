@@ -90,6 +90,7 @@ def open_book_rows(
     held_out: Collection[str] | None = None,
     seed: int = 0,
     num_copies: int = NUM_COPIES,
+    unanswerable_share: float = UNANSWERABLE_SHARE,
 ) -> OpenBookRows:
     """Return rows with passages; raise UserError if the documents answer too few questions to hold some out.
 
@@ -119,12 +120,13 @@ def open_book_rows(
         for copy in range(num_copies):
             chance = random.Random(f"{seed} {place} {copy} {one.key.question}")
             own = one if copy == 0 else _with_other_answer(one, sorted(answers & {*one.key.rivals}), chance)
-            row = _row(own, num_passages, chance, is_varied=copy > 0)
+            row = _row(own, num_passages, chance, unanswerable_share, is_varied=copy > 0)
             if copy == 0 or row not in rows.train[-copy:]:  # short documents have few other passages
                 rows.train.append(row)
     for place, one in enumerate(asked):
         if one.answer.file in held_out:
-            rows.held_out.append(_row(one, num_passages, random.Random(f"{seed} test {place}"), is_varied=False))
+            chance = random.Random(f"{seed} test {place}")
+            rows.held_out.append(_row(one, num_passages, chance, unanswerable_share, is_varied=False))
     return rows
 
 
@@ -153,8 +155,10 @@ def _with_other_answer(one: LocatedQuestion, others: Sequence[str], chance: rand
     return replace(one, key=replace(key, accepted=((other,),), reference=reference), answer=passage)
 
 
-def _row(one: LocatedQuestion, num_passages: int, chance: random.Random, *, is_varied: bool) -> dict[str, Any]:
-    is_answerable = chance.random() >= UNANSWERABLE_SHARE
+def _row(
+    one: LocatedQuestion, num_passages: int, chance: random.Random, unanswerable_share: float, *, is_varied: bool
+) -> dict[str, Any]:
+    is_answerable = chance.random() >= unanswerable_share
     number = num_passages - is_answerable
     near = one.misses[: _SPARE * number if is_varied else number]
     shown = chance.sample(near, min(number, len(near)))
