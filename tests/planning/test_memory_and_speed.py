@@ -107,7 +107,7 @@ def test_real_steps_correct_the_arithmetic():
 
 
 def test_a_run_that_ends_before_its_layers_are_compiled_uses_half_the_micro_batch() -> None:
-    """Guards small models on a GPU: half the micro-batch takes as long, so a step until the switch takes twice as long."""
+    """Guards small models on a GPU: half the micro-batch takes as long, so early steps take twice as long."""
     work = workload("135m", compiling="auto", num_steps=110)
     speed = MeasuredSpeed(eager_step=0.15, because="measured")
     measured = Measured(12 * GiB, 12 * GiB, work.largest_micro_batch, False, speed, "real steps")
