@@ -124,7 +124,8 @@ def _state(
     summary: RunSummary, owner: Owner | None, *, is_idle: bool, since: float | None, step_seconds: float | None
 ) -> str:
     if owner is None:
-        return f"{summary.status}: {summary.note}" if summary.note else summary.status
+        note = (summary.note or "").removeprefix(f"{summary.status} ")  # "finished all 60 steps"
+        return f"{summary.status}: {note}" if note else summary.status
     if owner.host != socket.gethostname():
         return f"running on {owner.host}, which cannot be checked from here"
     is_late = since is not None and step_seconds is not None and since > max(_SLOW_FACTOR * step_seconds, 5.0)
