@@ -1,15 +1,19 @@
 """A run folder of tunewell is judged by its steps and its problems, not by the words of its plan."""
 
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_reports import college_report, looping_report
 
 from tunewell.core.errors import UserError
 from tunewell.diagnosis.diagnose import diagnose_paths
+from tunewell.records.report import write_report
 from tunewell.records.rundir import CRASH, RunDir
+from tunewell.workflows.diagnose import diagnose
 
 PLAN = {
     "device": {"value": "cpu", "because": "no GPU was found: AMD EPYC, 23.5 GiB"},
@@ -111,3 +115,13 @@ def test_a_damaged_run_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "step"}\n{"kind": "step", "step": 1, "loss": 2}\n')
     with pytest.raises(UserError, match="damaged"):
         diagnose_paths([tmp_path])
+
+
+def test_the_verdict_of_a_run_that_did_not_pass_is_named(tmp_path: Path) -> None:
+    """The log of a run whose answers repeat themselves has no failure in it."""
+    run = write_run(tmp_path / "run", status="finished")
+    write_report(run, looping_report())
+    [note] = [note for note in diagnose([str(run)], io.BytesIO()).notes if "verdict" in note]
+    assert "is FAIL: " in note and looping_report().next in note
+    write_report(run, college_report())
+    assert not [note for note in diagnose([str(run)], io.BytesIO()).notes if "verdict" in note]

@@ -1,7 +1,9 @@
 """`tunewell diagnose`: name the failure in a log, a run, a notebook, a config or a typed sentence."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -9,6 +11,7 @@ from tunewell.core.errors import UserError
 from tunewell.diagnosis.config_versions import Release, load_tables
 from tunewell.diagnosis.diagnose import diagnose_config, diagnose_paths, diagnose_stream
 from tunewell.diagnosis.findings import Diagnosis
+from tunewell.records.report import read_report
 
 
 def diagnose(
@@ -26,7 +29,18 @@ def diagnose(
         return diagnose_config(Path(sources[0]), rows, versions=versions)
     if list(sources) == ["-"]:
         return diagnose_stream(stdin, versions=versions)
-    return diagnose_paths([Path(source) for source in sources], versions=versions)
+    paths = [Path(source) for source in sources]
+    found = diagnose_paths(paths, versions=versions)
+    return replace(found, notes=(*found.notes, *_verdicts(paths)))
+
+
+def _verdicts(paths: Sequence[Path]) -> Iterator[str]:
+    """Yield the verdict of each run of ours that did not pass: a log without a failure says nothing about answers."""
+    for path in paths:
+        with suppress(UserError):
+            report = read_report(path)
+            if report.verdict != "PASS":
+                yield f"the verdict of `{path}` is {report.verdict}: {report.summary}. {report.next}"
 
 
 def _versions(releases: Sequence[str]) -> dict[str, Release]:
