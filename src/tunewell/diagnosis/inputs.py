@@ -47,7 +47,8 @@ def open_documents(paths: Sequence[Path], notes: list[str]) -> Iterator[Reading]
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no file or folder `{path}`", fix="give a log, a run folder, a config or `-`")
-        if path.is_fifo():  # `tunewell diagnose <(command)`
+        # `tunewell diagnose <(command)`. A named pipe in a folder may have no writer, and reading it would never end.
+        if path.is_fifo() and str(path.parent) in ("/dev/fd", "/proc/self/fd"):
             with path.open("rb") as file:
                 yield read_stream(file, name=path.name)
             num_read += 1
