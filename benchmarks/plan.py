@@ -8,8 +8,9 @@
     python benchmarks/plan.py predict border batch ladder --smoke       do the scripts run? A tiny model on any CPU
 
 Models have random weights, documents are random words. Every plan and every run is a new process. Bars: held memory
-within 10% and seconds within 15% of the run after real steps (20% and 35% without), no case that is said to fit runs
-out of memory, the chosen micro-batch within 3% of the best, every offered change trains.
+within 10% and seconds within 15% of the run after real steps (20% and 35% without; on a CPU 15% and 20% after real
+steps), no case that is said to fit runs out of memory, the chosen micro-batch within 3% of the best, every offered
+change trains.
 """
 
 import argparse
@@ -29,11 +30,12 @@ from loads import CASES, Shape
 from setting import ROOT, setting, table, tunewell_command
 
 GiB = 2**30
-STEP_SECONDS = 45.0
+STEP_SECONDS = 55.0
 SHAPES = {name: case.shape for name, case in CASES.items()} | {"tiny": Shape(128, 384, 4, 4, 2, 1_024, True)}
 SHARED = [
     "verdict.questions=8",
     "verdict.max_documents=16",
+    "verdict.answer_tokens=64",  # random weights never stop by themselves
     "evaluate.max_documents=16",
     "evaluate.samples=2",
     "evaluate.sample_tokens=16",
@@ -82,7 +84,7 @@ class Work:
     """The folder of a benchmark, and the commands in it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+        self.folder, self.is_on_cpu = folder.resolve(), not _has_gpu()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.environment = os.environ | {"TUNEWELL_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
 
@@ -177,7 +179,7 @@ def accelerate_estimate(model: Path) -> float | None:
         return None
     header = model / "model.safetensors"
     size = sum(file.stat().st_size for file in model.glob("*.safetensors")) if header.parent.is_dir() else 0
-    usage = estimate_training_usage(2 * size, "bf16")  # it counts fp32 weights
+    usage = estimate_training_usage(2 * size, "bfloat16")  # it counts fp32 weights
     return max((value for value in usage.values() if value > 0), default=None)
 
 
@@ -209,6 +211,7 @@ def _predicted(work: Work, case: Case) -> tuple[list[str], str]:
     computed = json.loads(work.run([*line, "--no-measure"], project, allowed=(0, 2))[0])
     measured, plan_seconds = work.run(line, project, allowed=(0, 2))
     measured = json.loads(measured)
+    shutil.rmtree(work.folder / "cache" / "base", ignore_errors=True)  # outputs of the base model
     with GpuMonitor() as monitor:
         _, seconds = work.run([*command, "train", *sets, f"--set=train.max_steps={number}"], project, allowed=(0, 3, 4))
     outcome = json.loads((project / "run" / "outcome.json").read_text(encoding="utf-8"))
@@ -234,7 +237,12 @@ def _predicted(work: Work, case: Case) -> tuple[list[str], str]:
     memory = [figures["memory"]["peak_bytes"] / held - 1 for figures in (computed, measured)]
     time_off = [figures["seconds"]["expected"] / seconds - 1 for figures in (computed, measured)]
     other = accelerate_estimate(work.folder / f"model-{case.model}")
-    is_met = abs(memory[1]) <= 0.1 and abs(time_off[1]) <= 0.15 and abs(memory[0]) <= 0.2 and abs(time_off[0]) <= 0.35
+    if work.is_on_cpu:
+        is_met = abs(memory[1]) <= 0.15 and abs(time_off[1]) <= 0.2
+    else:
+        is_met = (
+            max(abs(memory[1]), abs(memory[0]) / 2) <= 0.1 and abs(time_off[1]) <= 0.15 and abs(time_off[0]) <= 0.35
+        )
     row = [
         case.name,
         f"{held / GiB:.2f}",

@@ -12,13 +12,14 @@ from tunewell.hardware.facts import DeviceFacts, cpu_flops
 from tunewell.models.shape import ModelShape, read_shape
 from tunewell.planning.memory import Memory, compute_memory
 from tunewell.planning.speed import MeasuredSpeed, Speed, checkpoint_bytes, compute_speed
-from tunewell.planning.workload import Workload, make_workload
+from tunewell.planning.workload import EVERYDAY_TOKENS, Workload, make_workload
 from tunewell.records.plan import Plan
 from tunewell.records.prediction import DiskPrediction, MemoryPrediction, Prediction, TimePrediction
 
 _SPREAD = {"cuda": 0.18, "mps": 0.3, "cpu": 0.18}
 """Relative uncertainty of the computed memory, by device."""
 _MEASURED_SPREAD = 0.06
+_EVERYDAY_BYTES = 11_829
 _MARGIN = 0.02
 """Share of the free memory that must remain for a run that is said to fit."""
 
@@ -67,7 +68,16 @@ def workload_of(
         order=order,
         supervised_share=split.supervised / max(1, split.tokens),
         held_out_lengths=np.asarray(held_out, dtype=np.int64),
+        everyday_tokens=_everyday_tokens(corpus),
     )
+
+
+def _everyday_tokens(corpus: Corpus) -> int:
+    """Estimate the tokens of the everyday text from those of the rows: few tokenizers have one for each byte."""
+    manifest = corpus.manifest
+    size = sum(source.bytes for source in manifest.sources)
+    share = sum(split.tokens for split in manifest.splits.values()) / size if size else 0.0
+    return int(min(max(EVERYDAY_TOKENS, share * _EVERYDAY_BYTES), _EVERYDAY_BYTES))
 
 
 def predict(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from tunewell.core.errors import UserError
 from tunewell.hardware.facts import cpu_flops, usable_cores
 from tunewell.models.facts import read_facts
+from tunewell.planning.workload import EVERYDAY_TOKENS
 
 IMPORT_SECONDS = 5.0
 """Importing torch and transformers."""
-EVERYDAY_TOKENS = 3_300
 _FORWARD_SHARE = 0.5
 """The share of the rate of large matrix products that a forward pass over short texts reaches."""
 _BYTES_PER_SECOND = 8e9

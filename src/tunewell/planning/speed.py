@@ -12,6 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from tunewell.hardware.cards import match_card
 from tunewell.planning.workload import Workload
 
@@ -48,8 +50,11 @@ _DEQUANTISED_WEIGHTS = 6e7
 """Weights of a quantised GGUF file that are dequantised in a second: 135M took 2.2 s."""
 _EVALUATION_SHARE = 0.1
 _MIN_EVALUATION_SECONDS = 5.0
-_EVERYDAY_TOKENS = 6_000
-"""Tokens of the bundled everyday text, which the verdict evaluates with both models."""
+_BATCH_SHARE = 0.45
+"""Share of the time of a token that grows with the number of answers on a CPU: 135M took 109 ms for 2, 180 for 8."""
+_VERDICT_SECONDS = 1.0
+"""Questions, keys and report of a verdict."""
+_MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 32, 512
 _ANSWER_BATCH_TOKENS = {"cpu": 8_192, "mps": 8_192, "cuda": 262_144}
 """Tokens of prompts and answers that are decoded together."""
 _MACS = {"Max": 1.0e13, "Ultra": 2.0e13, "Pro": 5e12}
@@ -176,7 +181,7 @@ def compute_speed(work: Workload, cpu_flops: float, *, measured: "MeasuredSpeed 
     phases["check"] = known.check or _check_seconds(work, rates)
     if steps.compile_seconds:
         phases["compile"] = steps.compile_seconds
-    phases["steps"] = steps.seconds
+    phases["steps"] = known.warm_up + steps.seconds
     phases["evaluation"] = _evaluation_seconds(work, rates, steps.seconds, known)
     phases["checkpoints"] = _checkpoint_seconds(work)
     if work.config.verdict.after_training and len(work.held_out_lengths):
@@ -197,6 +202,8 @@ class MeasuredSpeed:
     load: float = 0.0
     check: float = 0.0
     eager_step: float = 0.0
+    warm_up: float = 0.0
+    """Seconds that the first step takes more than others."""
     compiled_step: float = 0.0
     compile: float = 0.0
     """Seconds until the first compiled step, with torch's cache filled."""
@@ -205,6 +212,7 @@ class MeasuredSpeed:
     """Seconds per token of an evaluation, without answers."""
     answer_token: float = 0.0
     """Seconds per generated token of the sample answers, for all of them together."""
+    num_answers: int = 1
     spread: float = 0.12
     because: str = ""
 
@@ -278,7 +286,7 @@ def _answer_seconds(work: Workload, rates: Rates, *, questions: int, tokens: flo
     num_batches = math.ceil(questions / at_once)
     weights = 2.0 * (work.shape.num_active_weights + work.shape.num_table_weights)
     if known.answer_token:
-        per_token = known.answer_token
+        per_token = known.answer_token * (1 + _BATCH_SHARE * (at_once / known.num_answers - 1))
     elif work.device.kind == "cpu":
         per_token = max(_CPU_DECODE_SECONDS, 2 * weights / _CPU_BANDWIDTH + at_once * weights / rates.flops)
     else:
@@ -320,9 +328,12 @@ def _verdict_seconds(work: Workload, rates: Rates, known: MeasuredSpeed) -> floa
     """Return the seconds of the verdict after loading: both models are evaluated and answer questions."""
     rules, lengths = work.config.verdict, work.held_out_lengths
     number = min(len(lengths), rules.max_documents or len(lengths))
-    loss_tokens = 2 * (number * float(lengths.mean()) + _EVERYDAY_TOKENS)
+    loss_tokens = 2 * (number * float(lengths.mean()) + work.everyday_tokens)
     questions = min(rules.questions, len(lengths))
-    expected = float(lengths.mean()) * work.supervised_share
-    longest = rules.answer_tokens if rules.answer_tokens != "auto" else min(512.0, max(32.0, 2.5 * expected))
-    answers = 2 * _answer_seconds(work, rates, questions=questions, tokens=longest, known=known)
-    return _forward_seconds(work, rates, loss_tokens, known) + answers
+    # All are answered together, so the longest answer counts. The base model often does not stop before the limit.
+    longest = float(np.quantile(lengths, questions / (questions + 1))) * work.supervised_share
+    limits = [longest, min(max(1.5 * longest, _MIN_ANSWER_TOKENS), _MAX_ANSWER_TOKENS)]
+    if rules.answer_tokens != "auto":
+        limits = [min(longest, rules.answer_tokens), rules.answer_tokens]
+    answers = [_answer_seconds(work, rates, questions=questions, tokens=limit, known=known) for limit in limits]
+    return _VERDICT_SECONDS + _forward_seconds(work, rates, loss_tokens, known) + sum(answers)

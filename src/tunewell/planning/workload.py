@@ -15,6 +15,8 @@ from tunewell.records.plan import Plan
 
 Lengths = npt.NDArray[np.int64]
 _SAMPLED_STEPS = 64
+EVERYDAY_TOKENS = 3_300
+"""Tokens of the everyday text that the verdict evaluates with both models; 11,800 with one token per byte."""
 _TABLES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 
 
@@ -34,6 +36,7 @@ class Workload:
     held_out_lengths: Lengths
     micro_tokens: int
     """Limit of a micro-batch in tokens."""
+    everyday_tokens: int = EVERYDAY_TOKENS
 
     @property
     def is_adapter(self) -> bool:
@@ -157,6 +160,7 @@ def make_workload(
     order: DataOrder,
     supervised_share: float,
     held_out_lengths: Lengths,
+    everyday_tokens: int = EVERYDAY_TOKENS,
 ) -> Workload:
     """Return the workload of a planned run. Steps are sampled from the first epoch."""
     steps = order.steps_of_epoch(0)
@@ -171,4 +175,5 @@ def make_workload(
         supervised_share=supervised_share,
         held_out_lengths=held_out_lengths,
         micro_tokens=plan.micro_batch_tokens.value,
+        everyday_tokens=everyday_tokens,
     )

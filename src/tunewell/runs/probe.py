@@ -209,10 +209,12 @@ def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult
         load=report["load"],
         check=report["check"],
         eager_step=eager["seconds"] * step_tokens / max(1.0, eager["tokens"]),
+        warm_up=eager["warm_up"],
         compiled_step=compiled["seconds"] * step_tokens / max(1.0, compiled["tokens"]) if compiled else 0.0,
         compile=CACHED_COMPILE_SECONDS if compiled else 0.0,  # the probe filled torch's cache
         forward_token=report.get("forward_token", 0.0),
-        answer_token=report["answer_seconds"] / work.config.evaluate.sample_tokens if answers else 0.0,
+        answer_token=report["answer_token"] if answers else 0.0,
+        num_answers=max(1, answers),
         because=f"speed from real steps: {shown['rate']:,.0f} tokens/s",
     )
     measured = Measured(
@@ -241,7 +243,7 @@ def _read_cache(key: str) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         if (folder := cache_folder("probes")) is not None:
             found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) and "eager" in found and "largest" in found else None
+            return found if isinstance(found, dict) and "warm_up" in found.get("eager", {}) else None
     return None
 
 

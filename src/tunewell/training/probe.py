@@ -96,13 +96,15 @@ def compare_sizes(
 def _measure_uncompiled(run: Run, size: int, deadline: float) -> dict[str, Any] | None:
     """Take as many steps as fit into half of the time. On a slow machine this is a single step."""
     kind = run.learner.device.type
-    if kind != "cpu":
-        return measure_size(run, size, "off", _STEPS[kind])
-    first = measure_size(run, size, "off", 1)
+    first = measure_size(run, size, "off", _STEPS.get(kind, 1))
     if first is None:
         return None
-    possible = int(min(0.5 * (deadline - time.perf_counter()) / max(first["seconds"], 1e-9), _MAX_CPU_STEPS))
-    return first if possible < 2 else measure_size(run, size, "off", possible)
+    found, possible = first, 0
+    if kind == "cpu":
+        possible = int(min(0.5 * (deadline - time.perf_counter()) / max(first["seconds"], 1e-9), _MAX_CPU_STEPS))
+    if possible >= 2:
+        found = measure_size(run, size, "off", possible)
+    return found and found | {"warm_up": max(0.0, first["first_seconds"] - first["first_tokens"] / found["rate"])}
 
 
 def measure_size(run: Run, micro_tokens: int, compiling: str, num_steps: int) -> dict[str, Any] | None:
@@ -137,6 +139,8 @@ def measure_size(run: Run, micro_tokens: int, compiling: str, num_steps: int) ->
         "seconds": seconds / len(timed),
         "tokens": tokens / len(timed),
         "rate": tokens / max(seconds, 1e-9),
+        "first_seconds": steps.events[0].seconds,
+        "first_tokens": steps.events[0].tokens,
         "loss": steps.events[0].loss if math.isfinite(steps.events[0].loss) else None,
         "reserved": torch.cuda.max_memory_reserved(device) if is_cuda else peak_memory_bytes() or 0,
         "allocated": torch.cuda.max_memory_allocated(device) if is_cuda else peak_memory_bytes() or 0,
@@ -193,7 +197,8 @@ def _forward(run: Run, corpus: Corpus) -> dict[str, Any]:
         # Reading the prompts is a forward pass; only the rest grows with the length of the answers.
         prompts = sum(int((corpus.held_out.arrays(own.document)[1] == -100).sum()) for own in samples)
         reading = min(prompts * found["forward_token"], 0.9 * seconds)
-        found |= {"answer_seconds": seconds - reading, "answers": len(samples)}
+        per_token = (seconds - reading) / run.config.evaluate.sample_tokens
+        found |= {"answer_token": per_token, "answers": len(samples)}
     return found
 
 

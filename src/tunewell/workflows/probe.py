@@ -26,6 +26,7 @@ from tunewell.training.probe import take_probe_steps
 from tunewell.workflows.train import Training
 
 RESULT = "RESULT "
+_ANSWERS, _ANSWER_TOKENS = 8, 16
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
 def _probe(request: dict[str, Any]) -> dict[str, Any]:
     start_seconds = max(0.0, time.time() - request["started_at"])
     tree = request["config"] | {"run": str(Path(request["folder"]) / "run")}
-    loaded = LoadedConfig(Config.model_validate(tree), Path(request["base"]), None, {})
+    loaded = LoadedConfig(_with_verdict_answers(Config.model_validate(tree)), Path(request["base"]), None, {})
     options = RunOptions(owns_process=True, allow_pickle=request.get("allow_pickle", False))
     training = Training(loaded, options, lambda event: None, None)
     with open_run_folder(loaded, training.world, is_resuming=False) as folder:
@@ -64,3 +65,12 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
         "check": stages.get("check", 0.0),
         "threads": {"value": plan.threads.value, "because": plan.threads.because},
     }
+
+
+def _with_verdict_answers(config: Config) -> Config:
+    """Return the config with more and shorter sample answers, which show how fast the verdict's answers are."""
+    if not config.verdict.after_training:
+        return config
+    samples = max(config.evaluate.samples, min(config.verdict.questions, _ANSWERS))
+    changes = {"samples": samples, "sample_tokens": min(config.evaluate.sample_tokens, _ANSWER_TOKENS)}
+    return config.model_copy(update={"evaluate": config.evaluate.model_copy(update=changes)})
