@@ -102,6 +102,29 @@ def test_losses_are_those_of_transformers(models: Any, kind: str, budget: int, m
     assert len(measure_losses(PackedModel(ours, "fp32", 40), documents, most=7).documents) == 7
 
 
+def test_losses_are_measured_in_smaller_batches_when_memory_is_short(models: Any, monkeypatch: Any) -> None:
+    """A verdict after hours of training must not end because its batches are larger than those of the steps."""
+    packed, documents = PackedModel(models["bare"][0], "fp32", 40), RandomDocuments(20, seed=2)
+    expected = measure_losses(packed, documents, most=None)
+    sizes, compute = [], packed.token_losses
+
+    def token_losses(batch: Any) -> Any:
+        sizes.append(int(sum(batch.lengths)))
+        if sizes[-1] > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute(batch)
+
+    monkeypatch.setattr(packed, "token_losses", token_losses)
+    limit = 100
+    found = measure_losses(packed, documents, most=None, batch_tokens=4096)
+    assert sum(size > limit for size in sizes) in (2, 3, 4) and max(sizes) > 300, "half as much after each failure"
+    np.testing.assert_allclose(found.sums, expected.sums, rtol=1e-5)
+    assert (found.tokens == expected.tokens).all()
+    limit = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        measure_losses(packed, documents, most=None)
+
+
 def test_means_of_parts_add_up_to_the_mean_of_the_whole() -> None:
     measured = DocumentLosses(np.arange(4), np.array([1.0, 2.0, 3.0, 8.0]), np.array([1, 2, 3, 2]))
     first = np.array([True, False, True, False])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tunewell.training.memory import OutOfMemory, free_memory, is_out_of_memory, smaller
+from tunewell.hardware.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
+from tunewell.training.memory import smaller
 
 
 class Large:

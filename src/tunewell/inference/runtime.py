@@ -17,6 +17,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
 from tunewell.hardware.device import measure_threads, torch_threads
+from tunewell.hardware.out_of_memory import free_memory, is_out_of_memory
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
 from tunewell.inference.generate import generate
 from tunewell.inference.stream import Ended, TokenStream, stream_tokens
@@ -195,18 +196,37 @@ class TorchRuntime:
 
 
 def measure_losses(
-    packed: PackedModel, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
+    packed: PackedModel,
+    split: TokenizedDocuments,
+    *,
+    most: int | None,
+    batch_tokens: int | None = None,
+    progress: ProgressListener = silent,
 ) -> DocumentLosses:
-    """Return the losses of at most `most` documents, spread evenly over the split. Packing does not change a loss."""
+    """Return the losses of at most `most` documents, spread evenly over the split. Packing does not change a loss.
+
+    A batch has `batch_tokens`. After an out-of-memory error, the rest is computed in smaller batches.
+    """
     chosen = spread_evenly(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     sums, tokens = np.zeros(len(chosen)), np.zeros(len(chosen), dtype=np.int64)
     packed.model.eval()
     num_done = 0
-    batch_tokens = _GPU_BATCH_TOKENS if packed.device.type == "cuda" else _BATCH_TOKENS
-    for group in micro_batches(chosen, lengths, batch_tokens):
+    batch_tokens = batch_tokens or (_GPU_BATCH_TOKENS if packed.device.type == "cuda" else _BATCH_TOKENS)
+    groups = micro_batches(chosen, lengths, batch_tokens)
+    while groups:
+        group, *rest = groups
         batch = make_batch(split, group)
-        losses = packed.token_losses(batch)
+        try:
+            losses = packed.token_losses(batch)
+        except (RuntimeError, MemoryError) as error:
+            if len(group) == 1 or not is_out_of_memory(error):
+                raise
+            free_memory(error)
+            batch_tokens = int(lengths[group].sum()) // 2
+            groups = micro_batches(np.concatenate(groups), lengths, batch_tokens)
+            continue
+        groups = rest
         # The index of the document in the batch for each supervised token.
         owners = np.searchsorted(np.cumsum(batch.lengths), batch.rows, side="right")
         indices = np.searchsorted(chosen, group)

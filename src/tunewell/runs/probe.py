@@ -77,7 +77,10 @@ def sweep_sizes(outlook: Outlook) -> tuple[list[int], str]:
     if work.config.train.micro_batch_tokens != "auto":
         return [], "`train.micro_batch_tokens` is set"
     budget = min(_MAX_SECONDS, _RUN_SHARE * seconds)
-    largest = int(max(step.sum() for step in work.step_lengths)) if work.step_lengths else work.micro_tokens
+    # With a limit in tokens, other steps can be larger than the sampled ones, and must not need a second micro-batch.
+    largest = work.plan.batch_tokens.value or max(
+        [int(step.sum()) for step in work.step_lengths] or [work.micro_tokens]
+    )
     longest, planned = int(work.lengths.max(initial=1)), work.micro_tokens
     sizes = {planned}
     sizes |= {size for factor in (2, 4, 8) if longest <= (size := planned // factor) and size >= 128}

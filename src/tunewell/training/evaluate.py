@@ -13,10 +13,10 @@ import torch
 from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
+from tunewell.hardware.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.records.plan import Chosen, write_plan
 from tunewell.training.events import Evaluated, Note, Sample
 from tunewell.training.healing import Healer
-from tunewell.training.memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.training.run import Run
 from tunewell.training.step import TrainableModel
 

@@ -21,6 +21,7 @@ from tunewell.data.batches import MicroBatch, Numbers, TokenizedDocuments, make_
 from tunewell.data.read_ahead import ReadAhead
 from tunewell.hardware.ceilings import measure_ceilings, synchronize
 from tunewell.hardware.device import useful_threads
+from tunewell.hardware.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.hardware.processor import ProcessorWait
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.profile import Profile, Rare, Reading, Trial
@@ -29,7 +30,6 @@ from tunewell.training.compile import Compiler, decoder_layers
 from tunewell.training.engine import train
 from tunewell.training.events import Evaluated, Event, StepTaken
 from tunewell.training.kernels import KernelTrace
-from tunewell.training.memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.training.run import Ending, Run
 from tunewell.training.step import PROCESSOR
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tunewell.training.build import RunInputs
 
 _MEASURED_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+_BATCH_TOKENS = 4_096
 _KEPT_COST = 0.5
 """`method.keep: auto` keeps layers until the cost is at most this share of the cost without them."""
 _COSTLY = 0.02
@@ -92,7 +93,9 @@ def _measure(model: PreTrainedModel, parts: "RunInputs") -> float:
     packed = PackedModel(model, parts.plan.precision.value, int(lengths.max()), head=head_shape(model))
     if parts.heartbeat is not None:
         packed.heartbeat = parts.heartbeat
-    return measure_losses(packed, documents, most=number).mean()
+    # Not more at once than in a step: an adapter on a quantised base often has just enough memory for its steps.
+    batch_tokens = min(_BATCH_TOKENS, parts.plan.micro_batch_tokens.value)
+    return measure_losses(packed, documents, most=number, batch_tokens=batch_tokens).mean()
 
 
 @dataclass

@@ -17,11 +17,11 @@ from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.hardware.device import measure_threads
+from tunewell.hardware.out_of_memory import OutOfMemory
 from tunewell.planning.plan import plan_run
 from tunewell.records.plan import Chosen
 from tunewell.runs.config import RunOptions
 from tunewell.runs.folder import open_run_folder
-from tunewell.training.memory import OutOfMemory
 from tunewell.training.probe import take_probe_steps
 from tunewell.workflows.train import Training
 
