@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,16 @@ from tunewell.export.proof.checks import (
     shorten,
 )
 from tunewell.export.proof.reference import ProofContext
-from tunewell.export.proof.tensors import UNBLOCKED_TYPES, Compared, Rounding, Rows, Sketch, check_tensors, sketch
-from tunewell.hardware.device import torch_threads
-from tunewell.hardware.facts import num_cores
+from tunewell.export.proof.tensors import (
+    UNBLOCKED_TYPES,
+    Compared,
+    Rounding,
+    Rows,
+    Sketch,
+    check_tensors,
+    map_tensors,
+    sketch,
+)
 from tunewell.inference.decoder import Generated
 from tunewell.inference.generate import shared_prefix_length
 from tunewell.inference.llama_cpp.library import find_llama
@@ -185,13 +191,11 @@ def quantized_sketches(
         source, rounding = job
         return sketch(weights[source], sketches[source].direction, rounding=rounding).rows
 
-    with torch_threads(1), ThreadPoolExecutor(num_cores()) as pool:
-        found = zip(jobs, pool.map(round_rows, jobs.values()), strict=True)
-        rows = {}
-        for index, (key, own) in enumerate(found, start=1):
-            rows[key] = own
-            progress(Progress("rounding", index, len(jobs), "tensors"))
-        return rows
+    rows = {}
+    for key, own in zip(jobs, map_tensors(round_rows, jobs.values()), strict=True):
+        rows[key] = own
+        progress(Progress("rounding", len(rows), len(jobs), "tensors"))
+    return rows
 
 
 class _SketchedWeights(WeightFiles):
@@ -263,11 +267,9 @@ def _compare_file(
         return Compared(entry.name, kind, own, sketch(found, own.direction), rounded.get(kind))
 
     entries = [entry for entry in table if entry.name in expected]
-    # NumPy dequantises on one core and releases the GIL.
-    with torch_threads(1), ThreadPoolExecutor(num_cores()) as pool:
-        for index, pair in enumerate(pool.map(compare, entries), start=1):
-            progress(Progress("tensors", index, len(entries), "tensors"))
-            yield pair
+    for index, pair in enumerate(map_tensors(compare, entries), start=1):
+        progress(Progress("tensors", index, len(entries), "tensors"))
+        yield pair
 
 
 def _is_same(found: Any, expected: Any) -> bool:
