@@ -304,6 +304,7 @@ def _answer(model: LlamaModel, question: Question, max_new_tokens: int, stops: C
     """Return llama.cpp's greedy answer by speculative decoding: the draft is the answer of the trained model.
 
     One forward pass tests every token of the draft. Only tokens after the first difference are generated one by one.
+    llama.cpp rounds a batch differently than one token, so near ties may differ from an answer without a draft.
     """
     draft = list(takewhile(lambda token: token not in stops, question.answer))
     likeliest = model.last_logits([*question.ids, *draft], len(draft) + 1).argmax(axis=1).tolist()
