@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunewell.core.errors import UserError
-from tunewell.methods.lora import LoraLinear
-from tunewell.records.parity import Parity
+from tunewell.export.proof.gguf import _answer
+from tunewell.inference.llama_cpp.library import find_llama
+from tunewell.methods.lora import Lora, LoraLinear
+from tunewell.records.parity import Parity, Question, read_proof
 from tunewell.workflows.export import export
 from tunewell.workflows.verify import verify
 
@@ -73,6 +75,39 @@ def test_merging_changes_nothing(tmp_path: Path, case: str, method: dict[str, An
         assert found["kl"] < most and (precision != "fp32" or found["largest"] < 1e-4), found
         dtypes = {tensor.dtype for tensor in load_file(tmp_path / precision / "merged" / "model.safetensors").values()}
         assert dtypes == {{"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]}
+
+
+def _scaled(name: str, factor: float) -> Callable[[Any], None]:
+    return lambda model: model.get_parameter(name).data.mul_(factor)
+
+
+MERGE_DEFECTS: dict[str, Callable[[Any], Any]] = {
+    "a whole tensor": _scaled("model.layers.1.mlp.up_proj.weight", 1.00001),
+    "one row": lambda model: model.model.layers[1].self_attn.q_proj.weight.data[3].mul_(1.001),
+    "a norm": _scaled("model.layers.0.input_layernorm.weight", 1.0001),
+    "the embedding": _scaled("model.embed_tokens.weight", 1.00001),
+    # The weights are right, but the layers compute something else.
+    "the output of a layer": lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *own: own[2] * 1.02),
+    "the scale of attention": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.3),
+    "the positions": lambda model: model.model.rotary_emb.inv_freq.mul_(1.01),
+}
+
+
+@pytest.mark.parametrize("name", MERGE_DEFECTS)
+def test_a_defect_of_the_merge_is_caught_before_anything_is_written(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The logits of merged weights are compared on a few short texts: they must still show every kind of defect."""
+    merge = Lora.merge
+
+    def merge_badly(self: Lora) -> int:
+        number = merge(self)
+        MERGE_DEFECTS[name](self.model)
+        return number
+
+    monkeypatch.setattr(Lora, "merge", merge_badly)
+    with pytest.raises(UserError, match="the merged weights differ from the trained model"):
+        exported(whole / "adapter", tmp_path / "out", to=("merged",), precision="fp32")
 
 
 def _logits(parity: Parity, name: str) -> dict[str, Any]:
@@ -291,3 +326,20 @@ def test_what_cannot_be_exported_is_said_first(whole: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match="is not an export"):
         verify(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drafted_answer_is_the_answer_that_llama_cpp_writes_alone(whole: Path) -> None:
+    """The proof drafts llama.cpp's answer with that of the trained model, which must not change it."""
+    (file,) = (whole / "out" / "gguf").glob("*.gguf")
+    ids = read_proof(whole / "out").questions[0].ids
+    with find_llama().open(file, context=200, threads=1) as model:
+        own = list(model.generate(ids, max_new_tokens=12, stop_ids=()))
+        other = (own[5] + 1) % model.vocab_size
+        drafts = [own, own[:7], [], [other], [*own[:5], other, *own[6:]], [*own[:11], other]]
+        for stops in ((), {own[8]}, {other}):
+            expected = model.generate(ids, max_new_tokens=12, stop_ids=stops)
+            found = [
+                _answer(model, Question(ids=ids, answer=draft, ended=False, text=""), 12, stops) for draft in drafts
+            ]
+            assert {tuple(answer.ids) for answer in found} == {tuple(expected)}
+            assert {answer.ended for answer in found} == {expected.ended == "end"}

@@ -150,6 +150,22 @@ def test_a_conversation_is_read_once(
             assert found == list(fresh.generate(ids, max_new_tokens=10, stop_ids=()))
 
 
+def test_logits_after_a_shared_prefix_are_those_of_the_whole_text(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefix is not computed again, but the positions that are asked for always are."""
+    texts = [some_ids(40), [*some_ids(30), *some_ids(25, seed=1)], some_ids(30), some_ids(30)]
+    expected = [all_logits(model, ids)[-8:] for ids in texts]
+    computed: list[int] = []
+    forward = model._forward
+    monkeypatch.setattr(model, "_forward", lambda ids, **own: computed.append(len(ids)) or forward(ids, **own))
+    model._begin_text(num_kept=0)
+    found = [model.last_logits(ids, 8) for ids in texts]
+    assert computed == [40, 25, 8, 8]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
 def test_an_answer_says_why_it_ended(library: LlamaLibrary, file: Path) -> None:
     with library.open(file, context=64, threads=1) as model:
         whole = list(model.generate(some_ids(10), max_new_tokens=20, stop_ids=()))

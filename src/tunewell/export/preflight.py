@@ -15,6 +15,7 @@ from tunewell.core.optional import import_optional
 from tunewell.core.presets import find_preset, is_preset, llama_settings
 from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
+from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.export.chat_template import saved_template
 from tunewell.export.targets.base import ExportTarget, PreflightFacts, load_targets
 from tunewell.inference.llama_cpp.library import find_llama
@@ -43,7 +44,7 @@ def require_exportable(loaded: LoadedConfig) -> None:
     require_tools(targets)
     text = TextPipeline.load(_with_corpus_tokenizer(loaded))
     masker = text.chat_masker(config.data.sources)
-    facts = preflight_facts(text, masker, config.template.arguments, lambda: _read_config(text))
+    facts = preflight_facts(text.tokenizer, masker, config.template.arguments, lambda: _read_config(text))
     for target in targets:
         target.preflight(facts)
 
@@ -71,7 +72,7 @@ def require_tools(targets: Iterable[ExportTarget]) -> None:
 
 
 def preflight_facts(
-    text: TextPipeline, masker: Masker | None, arguments: Mapping[str, Any], read_config: Any
+    tokenizer: LoadedTokenizer, masker: Masker | None, arguments: Mapping[str, Any], read_config: Any
 ) -> PreflightFacts:
     """Collect the tokenizer, template and config that targets check; raise UserError if there is no chat template."""
     if masker is None:
@@ -80,9 +81,8 @@ def preflight_facts(
             where="`export.to` or `--to`",
             fix="choose a template, e.g. `--set template.name=chatml`, or do not export",
         )
-    special_tokens = text.tokenizer.special_tokens
-    template = saved_template(masker.template, arguments=arguments, special_tokens=special_tokens)
-    return PreflightFacts(text.tokenizer, template, read_config)
+    template = saved_template(masker.template, arguments=arguments, special_tokens=tokenizer.special_tokens)
+    return PreflightFacts(tokenizer, template, read_config)
 
 
 def _with_corpus_tokenizer(loaded: LoadedConfig) -> LoadedConfig:

@@ -1,9 +1,10 @@
 """The process that verifies an export from its files alone. It imports torch while the export is still being written.
 
-parent  ProofProcess()            starts `python -m tunewell.export.prove`, which imports its libraries and waits
+parent  ProofProcess()            runs this module in a new process, which imports its libraries and waits
         .prove(folder)            sends the folder, forwards the progress, and reads parity.json or proof-error.json
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -14,9 +15,7 @@ from typing import Self
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.records.parity import PARITY, Parity
-
-PROOF_ERROR = "proof-error.json"
+from tunewell.records.parity import PARITY, PROOF_ERROR, Parity
 
 
 class ProofProcess:
@@ -24,7 +23,7 @@ class ProofProcess:
 
     def __init__(self) -> None:
         """Start the process. It waits until `prove` is called, and ends when this object is closed."""
-        command = [sys.executable, "-m", "tunewell.export.prove"]
+        command = [sys.executable, "-m", "tunewell.export.proof_process"]
         # A session of its own: an interrupt ends the parent, which then ends this process without a second traceback.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -47,7 +46,7 @@ class ProofProcess:
         error = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         raise UserError(
             ": ".join(["the export could not be verified", *([error["what"]] if error else [])]),
-            where=error.get("where") or f"`python -m tunewell.export.prove` exited with code {code}",
+            where=error.get("where") or f"`python -m tunewell.export.proof_process` exited with code {code}",
             fix=error.get("fix"),
         )
 
@@ -74,3 +73,16 @@ def prove_in_new_process(folder: Path, *, allow_pickle: bool = False, progress: 
     """Verify an export in a process that is started now."""
     with ProofProcess() as process:
         return process.prove(folder, allow_pickle=allow_pickle, progress=progress)
+
+
+if __name__ == "__main__":
+    gc.disable()  # imports create many objects and free few; collecting took a sixth of their time
+    from tunewell.export.prove import main
+    from tunewell.hardware.allocator import keep_freed_memory
+    from tunewell.hardware.facts import cpu_facts
+
+    keep_freed_memory(cpu_facts().free_bytes)  # every tensor is dequantised into new memory
+    exit_code = main()
+    # Python looks for cycles among all objects before it exits, which takes a second with torch and transformers.
+    gc.freeze()
+    sys.exit(exit_code)

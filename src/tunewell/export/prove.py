@@ -23,14 +23,13 @@ from tunewell.core.progress import Progress, ProgressListener, silent, with_stag
 from tunewell.export.preflight import require_tools
 from tunewell.export.proof.checks import check_files, damaged_files
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable, Reference
-from tunewell.export.proof_process import PROOF_ERROR
 from tunewell.export.targets.base import load_target
-from tunewell.hardware.allocator import keep_freed_memory
-from tunewell.hardware.facts import cpu_facts, installed_versions
+from tunewell.hardware.facts import installed_versions
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.records.parity import (
     PARITY,
     PROOF,
+    PROOF_ERROR,
     REFERENCE,
     Artefact,
     Check,
@@ -110,6 +109,8 @@ _REPORT_SECONDS = 0.2
 def main() -> int:
     """Import everything that a verification needs, wait for one line of JSON on stdin, and verify that export."""
     _import_ahead()
+    gc.enable()
+    gc.freeze()
     request = sys.stdin.readline()
     if not request:
         return 0  # the export failed before there was something to verify
@@ -147,11 +148,3 @@ def _reporter() -> ProgressListener:
         sys.stdout.flush()
 
     return report
-
-
-if __name__ == "__main__":
-    keep_freed_memory(cpu_facts().free_bytes)  # every tensor is dequantised into new memory
-    exit_code = main()
-    # Python looks for cycles among all objects before it exits, which takes a second with torch and transformers.
-    gc.freeze()
-    sys.exit(exit_code)

@@ -62,7 +62,7 @@ def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]
         raise unusable(path, f"{len(unknown):,} of the tensors are unknown: {listed}")
     # NumPy dequantises on one core and releases the GIL.
     with ThreadPoolExecutor(num_cores()) as pool:
-        found = pool.map(partial(_dequantise, path), entries)
+        found = pool.map(partial(read_entry, path), entries)
         weights = {str(names[entry.name]): tensor for entry, tensor in zip(entries, found, strict=True)}
     # Only files of this architecture have interleaved rotary pairs.
     weights = split_rotary_pairs(weights, config) if config.model_type == "llama" else weights
@@ -73,7 +73,7 @@ def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]
 
 def read_tensor(path: Path, name: str) -> Tensor:
     """Return one dequantised tensor of a GGUF file."""
-    return _dequantise(path, next(entry for entry in read_tensor_table(path) if entry.name == name))
+    return read_entry(path, next(entry for entry in read_tensor_table(path) if entry.name == name))
 
 
 def unusable(path: Path, why: str) -> UserError:
@@ -103,7 +103,8 @@ def quantization_of(path: Path) -> str | None:
     return None if name in ("F32", "F16", "BF16") else name
 
 
-def _dequantise(path: Path, entry: TensorEntry) -> Tensor:
+def read_entry(path: Path, entry: TensorEntry) -> Tensor:
+    """Return a tensor of a GGUF file in fp32. Raise UserError if its type is unknown or the file is truncated."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     try:

@@ -10,7 +10,6 @@ from typing import Any
 from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.files import stable_json
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.card import PROMPT_FORM, collect_card_facts, model_card
 from tunewell.export.merge_base import open_for_export
 from tunewell.export.options import ExportOptions
@@ -123,15 +122,12 @@ class _Job:
         """Load the model, and write all targets and the reference for verification. Return the record and notes."""
         self.progress(Progress("loading the trained model"))
         model = open_for_export(self.ref, allow_pickle=self.options.allow_pickle, progress=self.progress)
-        text = TextPipeline.load(self.ref.loaded)
         arguments = self.ref.loaded.config.template.arguments
-        facts = preflight_facts(text, model.masker, arguments, model.model.config.to_dict)
+        facts = preflight_facts(model.tokenizer, model.masker, arguments, model.model.config.to_dict)
         for target in self.targets:
             target.preflight(facts)
         card = collect_card_facts(self.ref, model)
-        context = ExportContext(
-            model, text, facts.template, folder, self.options, card, find_stop_ids(model), self.progress
-        )
+        context = ExportContext(model, facts.template, folder, self.options, card, find_stop_ids(model), self.progress)
         context.notes += [*model.notes, *facts.template.notes]
         with torch_threads(model.batch_threads):
             return self._write(context, answer_tokens)

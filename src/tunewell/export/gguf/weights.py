@@ -235,8 +235,8 @@ def _natural_order(name: str) -> list[tuple[int, str]]:
 
 # The largest fp16 value, and the steps of Q8_0 between 0 and the largest value of a block.
 _MAX_FP16, _Q8_STEPS = 65504.0, 127
-# Values converted at once: 4 MiB in fp32.
-_NUMBERS_AT_ONCE = 1 << 20
+# Values converted at once: 0.5 MiB in fp32, so that they stay in the cache and most tensors have parts for all threads.
+_NUMBERS_AT_ONCE = 1 << 17
 _PYTHON_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})
 """Types that the `gguf` package can encode; only llama.cpp encodes the others."""
 

@@ -1,8 +1,9 @@
 """Verify a GGUF file: its metadata, each tensor, and the output of llama.cpp."""
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunewell.core.gguf import read_metadata, read_tensor_table
+from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.tokenizers.load import load_tokenizer
@@ -30,11 +31,22 @@ from tunewell.export.proof.checks import (
     shorten,
 )
 from tunewell.export.proof.reference import ProofContext
-from tunewell.export.proof.tensors import UNBLOCKED_TYPES, Compared, Rounding, Rows, Sketch, check_tensors, sketch
-from tunewell.hardware.facts import num_cores
+from tunewell.export.proof.tensors import (
+    UNBLOCKED_TYPES,
+    Compared,
+    Rounding,
+    Rows,
+    Sketch,
+    check_tensors,
+    map_tensors,
+    sketch,
+)
+from tunewell.inference.decoder import Generated
+from tunewell.inference.generate import shared_prefix_length
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
-from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
+from tunewell.models.gguf import read_entry
+from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Question
 
 _SPECIAL_ID_FIELDS = {
     "bos": "bos_token_id",
@@ -74,16 +86,10 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
     longest = max([len(probe.ids) for probe in short] + [len(q.ids) for q in proof.questions], default=1)
     with _open_model(path, longest + context.answer_tokens) as model:
         found = _last_logits(model, short, proof.num_positions, context.progress)
-        stops = model.end_ids
-        answers = [
-            model.generate(question.ids, max_new_tokens=context.answer_tokens, stop_ids=stops)
-            for question in proof.questions
-        ]
-        answer_ids = []
-        for index, answer in enumerate(answers):
-            context.progress(Progress("answers", index, len(answers), "answers"))
-            answer_ids.append(list(answer))
-        ended = [answer.ended == "end" for answer in answers]
+        stops, answers = model.end_ids, []
+        for index, question in enumerate(proof.questions):
+            context.progress(Progress("answers", index, len(proof.questions), "answers"))
+            answers.append(_answer(model, question, context.answer_tokens, stops))
         ids_check = check_ids(proof, lambda probe: _tokenize(model, probe), library="llama.cpp")
         # Each long probe has its own context, because a longer context makes some models compute short texts
         # differently. The weights are loaded once.
@@ -97,8 +103,8 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
         Check(name="finite", is_ok=is_finite, words=message),
         ids_check,
         check_logits(artefact.name, [logits for _, logits in ordered], found),
-        check_answers(proof, answer_ids, is_exact=artefact.precision == "f32"),
-        check_stop(proof, sorted(stops), ended, is_list=False),
+        check_answers(proof, [answer.ids for answer in answers], is_exact=artefact.precision == "f32"),
+        check_stop(proof, sorted(stops), [answer.ended for answer in answers], is_list=False),
         *file_checks,
     ]
 
@@ -143,9 +149,10 @@ def check_gguf_tensors(
 ) -> Check:
     """Dequantise every tensor of a file with the `gguf` package, and compare it with the trained tensor."""
     expected = _expected_tensors(settings, sketches, rounded)
-    names = [entry.name for entry in read_tensor_table(path)]
+    table = read_tensor_table(path)
+    names = [entry.name for entry in table]
     return check_tensors(
-        _compare_file(path, expected, progress),
+        _compare_file(path, table, expected, progress),
         missing=[name for name in expected if name not in names],
         unknown=[name for name in names if name not in expected],
     )
@@ -184,13 +191,11 @@ def quantized_sketches(
         source, rounding = job
         return sketch(weights[source], sketches[source].direction, rounding=rounding).rows
 
-    with ThreadPoolExecutor(num_cores()) as pool:
-        found = zip(jobs, pool.map(round_rows, jobs.values()), strict=True)
-        rows = {}
-        for index, (key, own) in enumerate(found, start=1):
-            rows[key] = own
-            progress(Progress("rounding", index, len(jobs), "tensors"))
-        return rows
+    rows = {}
+    for key, own in zip(jobs, map_tensors(round_rows, jobs.values()), strict=True):
+        rows[key] = own
+        progress(Progress("rounding", len(rows), len(jobs), "tensors"))
+    return rows
 
 
 class _SketchedWeights(WeightFiles):
@@ -248,24 +253,23 @@ def _interleave(rows: Rows, settings: Settings) -> Rows:
 
 
 def _compare_file(
-    path: Path, expected: Mapping[str, tuple[Sketch, dict[str, Rows]]], progress: ProgressListener
+    path: Path,
+    table: Iterable[TensorEntry],
+    expected: Mapping[str, tuple[Sketch, dict[str, Rows]]],
+    progress: ProgressListener,
 ) -> Iterator[Compared]:
     gguf = import_optional("gguf", extra="export", purpose="verifying a GGUF file")
-    from gguf.quants import dequantize
 
-    def compare(tensor: Any) -> Compared:
-        values = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
-        own, rounded = expected[tensor.name]
-        found = torch.from_numpy(values.reshape(own.shape) if values.size == np.prod(own.shape) else values)
-        kind = tensor.tensor_type.name
-        return Compared(tensor.name, kind, own, sketch(found, own.direction), rounded.get(kind))
+    def compare(entry: TensorEntry) -> Compared:
+        values, kind = read_entry(path, entry), gguf.GGMLQuantizationType(entry.type_number).name
+        own, rounded = expected[entry.name]
+        found = values.reshape(own.shape) if values.numel() == math.prod(own.shape) else values
+        return Compared(entry.name, kind, own, sketch(found, own.direction), rounded.get(kind))
 
-    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name in expected]
-    # NumPy dequantises on one core and releases the GIL.
-    with ThreadPoolExecutor(num_cores()) as pool:
-        for index, pair in enumerate(pool.map(compare, tensors), start=1):
-            progress(Progress("tensors", index, len(tensors), "tensors"))
-            yield pair
+    entries = [entry for entry in table if entry.name in expected]
+    for index, pair in enumerate(map_tensors(compare, entries), start=1):
+        progress(Progress("tensors", index, len(entries), "tensors"))
+        yield pair
 
 
 def _is_same(found: Any, expected: Any) -> bool:
@@ -296,18 +300,31 @@ def _last_logits(model: LlamaModel, probes: Sequence[Probe], number: int, progre
     return logits
 
 
+def _answer(model: LlamaModel, question: Question, max_new_tokens: int, stops: Collection[int]) -> Generated:
+    """Return llama.cpp's greedy answer by speculative decoding: the draft is the answer of the trained model.
+
+    One forward pass tests every token of the draft. Only tokens after the first difference are generated one by one.
+    llama.cpp rounds a batch differently than one token, so near ties may differ from an answer without a draft.
+    """
+    draft = list(takewhile(lambda token: token not in stops, question.answer))
+    likeliest = model.last_logits([*question.ids, *draft], len(draft) + 1).argmax(axis=1).tolist()
+    same = draft[: shared_prefix_length(likeliest, draft)]
+    rest = model.generate([*question.ids, *same], max_new_tokens=max_new_tokens - len(same), stop_ids=stops)
+    return Generated([*same, *rest], rest.ended == "end")
+
+
 def _find_rounding(kind: str) -> Rounding | None:
     """Return a function that quantises and dequantises rows, or None if no library supports this type."""
     import gguf
     from gguf.quants import dequantize, quantize
 
     number = gguf.GGMLQuantizationType[kind]
-    if kind in _PYTHON_TYPES:
-        return lambda rows: torch.from_numpy(dequantize(quantize(_as_array(rows), number), number))
-    if not find_llama().bindings.has_all("ggml_quantize_chunk"):
+    if kind not in _PYTHON_TYPES and not find_llama().bindings.has_all("ggml_quantize_chunk"):
         return None
-    return lambda rows: torch.from_numpy(dequantize(quantize_rows(_as_array(rows), number), number))
 
+    def round_rows(rows: Tensor) -> Tensor:
+        values = np.ascontiguousarray(rows.float().numpy())
+        encoded = quantize(values.reshape(1, -1), number) if kind in _PYTHON_TYPES else quantize_rows(values, number)
+        return torch.from_numpy(dequantize(encoded.reshape(1, -1), number)).view(rows.shape)
 
-def _as_array(rows: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(rows.float().numpy())
+    return round_rows

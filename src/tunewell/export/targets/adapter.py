@@ -40,7 +40,7 @@ class AdapterTarget(ExportTarget):
         # The files of the run are not copied: earlier versions, and PEFT itself, wrote names that PEFT does not always
         # find.
         adapter.files(base_path).write(folder)
-        context.text.tokenizer.save(folder, context.template.source)
+        context.model.tokenizer.save(folder, context.template.source)
         context.generation_config().save_pretrained(folder)
         plan = context.model.ref.plan
         quantized = plan.quantized.loading_argument if plan and plan.quantized else ""

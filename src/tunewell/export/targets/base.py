@@ -17,7 +17,6 @@ from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.files import sha256_file
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import size_bytes
-from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.export.card import CardFacts, model_card
 from tunewell.export.chat_template import SavedTemplate
@@ -43,7 +42,7 @@ class Requirements:
     """Whether the adapter is merged into the weights before `write` is called."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreflightFacts:
     """The tokenizer, chat template and config of a model, which can be read without loading its weights."""
 
@@ -79,7 +78,6 @@ class ExportContext:
 
     model: ChatModel
     """The trained model in fp32 on the CPU."""
-    text: TextPipeline
     template: SavedTemplate
     staging_dir: Path
     options: ExportOptions

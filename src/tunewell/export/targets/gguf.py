@@ -4,6 +4,7 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -121,6 +122,7 @@ def gguf_bytes(weights: int, name: str) -> int:
     return int(weights * _BITS_PER_WEIGHT[name] / 8)
 
 
+@lru_cache(maxsize=1)
 def adds_bos(facts: PreflightFacts) -> bool:
     """Return True if llama.cpp must add the BOS token; raise UserError if llama.cpp would tokenize differently."""
     config = dict(facts.read_config())

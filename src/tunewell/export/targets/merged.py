@@ -62,7 +62,7 @@ def write_model(context: ExportContext, folder: Path, precision: str) -> None:
             model.save_pretrained(folder, state_dict=tensors, max_shard_size=_MAX_SHARD_SIZE)
     finally:
         model.config.dtype = before
-    context.text.tokenizer.save(folder, context.template.source)
+    context.model.tokenizer.save(folder, context.template.source)
 
 
 def write_settings(context: ExportContext, folder: Path) -> None:
@@ -70,7 +70,7 @@ def write_settings(context: ExportContext, folder: Path) -> None:
     model: Any = context.model.model
     context.generation_config().save_pretrained(folder)
     model.config.save_pretrained(folder)
-    context.text.tokenizer.save(folder, context.template.source)
+    context.model.tokenizer.save(folder, context.template.source)
 
 
 def unique_tensors(model: Any) -> dict[str, torch.Tensor]:

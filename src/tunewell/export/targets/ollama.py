@@ -52,7 +52,7 @@ class OllamaTarget(ExportTarget):
         text, template = derive_modelfile(
             gguf,
             template=context.template.source,
-            tokenizer=context.text.tokenizer,
+            tokenizer=context.model.tokenizer,
             date=context.template.date,
             config=context.model.model.config.to_dict(),
             license=context.card.license,

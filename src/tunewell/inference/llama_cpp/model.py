@@ -154,12 +154,15 @@ class LlamaModel:
             yield self._forward(block, num_logits=len(block)).copy()
 
     def last_logits(self, ids: Sequence[int], number: int) -> np.ndarray:
-        """Return the logits of the last `number` positions of a text. The head computes no other positions."""
+        """Return the logits of the last `number` positions of a text. The head computes no other positions.
+
+        As in `generate`, a prefix shared with the previous text stays in the KV cache.
+        """
         self._require_tokens(ids)
         self._require_fits(ids)
-        self._begin_text(num_kept=0)
+        self._begin_text(num_kept=max(0, min(shared_prefix_length(self._cached, ids), len(ids) - number)))
         rows = [np.empty((0, self.vocab_size), np.float32)]
-        for start in range(0, len(ids), _BATCH):
+        for start in range(len(self._cached), len(ids), _BATCH):
             block = ids[start : start + _BATCH]
             num_after = len(ids) - start - len(block)
             num_logits = max(1, min(len(block), number - num_after))
