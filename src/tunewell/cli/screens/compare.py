@@ -52,7 +52,7 @@ def compare_screen(found: "RunComparison") -> str:
     if (advice := comparison.recommendation) is not None:
         label = f"recommended: {advice.column}: " if advice.column else "no recommendation: "
         parts += ["", hanging("", f"{label}{advice.because}")]
-    parts.append(f"wrote   `{found.page}`")
+    parts.append(hanging("wrote ", f"`{found.page}`; open it in a browser"))
     return "\n".join(parts)
 
 

@@ -28,7 +28,8 @@ _MAX_CELL = 36
 def runs_screen(runs: "Sequence[RunSummary]", *, folder: str, columns: Sequence[str], is_filtered: bool) -> str:
     """Return a table of runs. Without `columns`, those that fit the width of the terminal are shown."""
     if not runs:
-        what = f"no run in `{folder}`" + (" matches the filters" if is_filtered else "")
+        where = "this folder" if folder == "." else f"`{folder}`"
+        what = f"no run in {where}" + (" matches the filters" if is_filtered else "")
         return what if is_filtered else f"{what}\nnext: `tunewell train` starts one"
     names = list(columns or _SHOWN)
     cells = {name: [_cell(run, name, folder) for run in runs] for name in names}
