@@ -23,6 +23,8 @@ _DROPPED = ("data", "method", "tokens_per_second", "model", "when", "steps")
 _TITLES = {"held_out": "held-out", "tokens_per_second": "tokens/s", "planned_steps": "planned"}
 _RIGHT = ("held_out", "loss", "steps", "planned_steps", "tokens_per_second")
 _MAX_CELL = 36
+_EVENTS = {"held_out": "evaluation", "step": "end"}
+"""What an event of `events.jsonl` is called on the screen."""
 
 
 def runs_screen(runs: "Sequence[RunSummary]", *, folder: str, columns: Sequence[str], is_filtered: bool) -> str:
@@ -107,7 +109,8 @@ def status_screen(status: "RunStatus") -> str:
         event = status.last_event
         step = f" of step {count(event['step'])}" if isinstance(event.get("step"), int) else ""
         ago = f", {duration(status.since_event)} ago" if status.since_event is not None else ""
-        rows.append(["last event", f"{event.get('kind', 'unknown')}{step}{ago}"])
+        kind = str(event.get("kind", "unknown"))
+        rows.append(["last event", f"{_EVENTS.get(kind, kind)}{step}{ago}"])
     rows += [["model", run.model or "-"], ["data", run.data or "-"]]
     text = folded_table(rows)
     if status.stacks:
