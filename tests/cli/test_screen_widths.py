@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from tunewell.cli.main import COMMANDS, main
-from tunewell.cli.render import cell_width, emit_error, hanging
+from tunewell.cli.render import cell_width, emit_error, folded_table, hanging
 from tunewell.core.errors import UserError
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def _lines(text: str) -> list[str]:
-    return _COLOUR.sub("", text).splitlines()
+def _too_wide(text: str, columns: int) -> list[str]:
+    """Return the lines that are too wide. A command on a line of its own may be wider, so that it can be pasted."""
+    lines = _COLOUR.sub("", text).splitlines()
+    return [line for line in lines if cell_width(line) > columns and not re.fullmatch(r"(\w+:)? *`[^`]+`[;,.]?", line)]
 
 
 def _terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int, has_colour: bool) -> None:
@@ -32,8 +34,7 @@ def _terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int, has_colour: bool
 def test_every_help_page_fits(name: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     _terminal(monkeypatch, columns=columns, has_colour=False)
     assert main([*([name] if name else []), "--help"]) == 0
-    wide = [line for line in _lines(capsys.readouterr().out) if cell_width(line) > columns]
-    assert not wide, wide
+    assert not _too_wide(capsys.readouterr().out, columns)
 
 
 @pytest.mark.parametrize("columns", [60, 120])
@@ -48,10 +49,39 @@ def test_inspect_fits_and_says_how_supervised_tokens_are_marked(
     _terminal(monkeypatch, columns=columns, has_colour=has_colour)
     assert main(["inspect", "rows.jsonl", "--model", str(tiny_model)]) == 0
     out = capsys.readouterr().out
-    wide = [line for line in _lines(out) if cell_width(line) > columns]
-    assert not wide, wide
+    assert not _too_wide(out, columns)
     assert ("\x1b[" in out) is has_colour
     assert ("on green" in out, "in [brackets]" in out) == (has_colour, not has_colour)
+
+
+_COMMANDS = (
+    *(
+        "prepare --details",
+        "inspect corpus",
+        "inspect corpus --tokens --show 1",
+        "explain",
+        "explain train",
+        "glossary",
+    ),
+    *("runs", "models data/customer-questions-of-2026.csv", "diagnose train.log --all", "doctor --known-good trl"),
+)
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_every_screen_of_a_small_project_fits(
+    columns: int, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Guards against tables whose last column is squeezed or leaves the screen, as for dropped rows of a source."""
+    lines = [f"What is fee {index} of the college in 2026?,It is {index} dollars." for index in range(12)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/customer-questions-of-2026.csv").write_text("\n".join(["question,answer", *lines, "Why?,", ",a"]))
+    (tmp_path / "tunewell.yaml").write_text(f"model: {tiny_model}\ndata: data/customer-questions-of-2026.csv\n")
+    (tmp_path / "train.log").write_text("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.\n")
+    monkeypatch.chdir(tmp_path)
+    _terminal(monkeypatch, columns=columns, has_colour=False)
+    for command in _COMMANDS:
+        assert main(command.split()) in (0, 4), command
+        assert not _too_wide(capsys.readouterr().out, columns), command
 
 
 def test_a_long_error_is_folded_in_a_terminal_and_stays_whole_in_a_pipe(
@@ -74,3 +104,25 @@ def test_a_command_is_never_broken_inside_its_quotes(monkeypatch: pytest.MonkeyP
     lines = hanging("next: ", f"export it with {command} or look at {'words ' * 20}").splitlines()
     assert sum(command in line for line in lines) == 1
     assert all(cell_width(line) <= 60 for line in lines if command not in line)
+
+
+def test_a_command_that_fits_only_with_a_small_indent_is_indented_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    command = f"`tunewell chat {'m' * 42}`"
+    assert hanging("next: ", f"{command} or wait") == f"next:\n  {command}\n      or wait"
+
+
+def test_a_number_stays_with_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against `took 1.3` at the end of a line and `s` on the next."""
+    monkeypatch.setenv("COLUMNS", "30")
+    text = hanging("took  ", "load 777 ms, answers 1.6 s, losses 1,234.5 s; 23.5 GiB of 40 GiB in 16 s to 20 s")
+    assert not [line for line in text.splitlines() if re.search(r"\d$", line)]
+
+
+def test_the_text_of_a_table_moves_below_its_row_if_little_room_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [["loss on held-out rows", "4.8541", "2.2581", "perplexity 128.3 -> 9.565"], ["right", "0", "0", ""]]
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = folded_table(rows, right=(1, 2)).splitlines()
+    assert [line.split() for line in shown[1:2]] == [["perplexity", "128.3", "->", "9.565"]] and len(shown) == 3
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(folded_table(rows, right=(1, 2)).splitlines()) == 2

@@ -103,8 +103,9 @@ def test_the_screen_says_what_is_served_and_how_to_try_it():
 
 def test_the_lines_to_try_work_as_they_stand():
     """A name with a quote in it must not break the line of the shell, nor the one of Python."""
-    curl, _, *python = [line[2:] for line in screen(READY).split("try it:\n")[1].split("\n\nCtrl-C")[0].splitlines()]
-    echo = subprocess.run(["sh", "-c", f"printf '%s\\n' {curl}"], capture_output=True, text=True, check=True)
-    body = json.loads(echo.stdout.splitlines()[-1])
+    curl, python = screen(READY).split("try it:\n\n")[1].split("\n\nCtrl-C")[0].split("\n\n")
+    echo = subprocess.run(["sh", "-c", f"printf '%s\\0' {curl}"], capture_output=True, text=True, check=True)
+    body = json.loads(echo.stdout.split("\0")[-2])
     assert body == {"model": "it's", "messages": [{"role": "user", "content": "Hello"}]}
-    compile("\n".join(python), "example", "exec")
+    compile(python, "example", "exec")
+    assert all(len(line) <= 60 for line in [*curl.splitlines(), *python.splitlines()])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from examples_limit import examples
 from tunewell.config.schema import Clean
-from tunewell.data.rows.cleaning import clean, digest_question, digest_whole
+from tunewell.data.rows.cleaning import clean, digest_questions, digest_whole
 from tunewell.data.rows.conversation import Conversation, Rejected
 
 
@@ -162,6 +162,10 @@ def test_tools_that_differ_in_structure_alone_differ():
     assert len({tools(shape) for shape in shapes}) == len(shapes)
 
 
+def digest_question(conversation: Conversation) -> bytes:
+    return digest_questions(conversation)[0]
+
+
 def test_questions_are_the_same_in_other_case_and_spacing():
     """Held-out questions must not come back in capitals."""
     base = digest_question(asked("What is  it?", "a"))
@@ -179,6 +183,16 @@ def test_the_question_is_everything_before_the_last_reply():
     assert digest_question(two) != digest_question(asked("a", "b"))
     trailing = talk(("user", "a"), ("assistant", "b"), ("user", "and now?"))
     assert digest_question(trailing) == digest_question(asked("a", "b"))
+
+
+@pytest.mark.parametrize("system", [[], [("system", "s")]])
+def test_each_turn_is_a_question_as_if_it_had_been_asked_first(system):
+    """A held-out question was trained on as the first or a later turn of another row."""
+    turns = [("user", "A "), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
+    alone = [digest_question(talk(*system, ("user", text), ("assistant", "x"))) for text in "ace"]
+    begun = digest_question(talk(*system, *turns[:4]))
+    assert digest_questions(talk(*system, *turns))[1] == [alone[0], alone[1], begun, alone[2]]
+    assert digest_questions(talk(*system, *turns[:2]))[1] == []
 
 
 def test_very_deep_tools_need_no_recursion():

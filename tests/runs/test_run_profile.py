@@ -36,7 +36,7 @@ def test_the_parts_of_a_run_add_up_to_its_time(tmp_path: Path) -> None:
     assert profile.checkpoint_seconds == pytest.approx(0.005)
     assert sum(time_by_part(profile).values()) == pytest.approx(profile.total_seconds)
     assert covered_share(profile) == pytest.approx(1 - 0.001 / 0.101)
-    assert find_bottlenecks(profile) == [] and "No evaluation" in verdict(profile)
+    assert find_bottlenecks(profile) == [] and "No setting of evaluations" in verdict(profile)
 
 
 def test_a_run_that_waits_for_its_documents_says_so(tmp_path: Path) -> None:

@@ -443,6 +443,40 @@ def test_a_held_out_file_is_held_out_whole_and_none_of_its_questions_is_trained_
     assert {document.source for document in corpus} == {"rows.jsonl"}
 
 
+def _talk(*numbers: int) -> dict:
+    turns = [
+        (role, row(number)[key]) for number in numbers for role, key in (("user", "question"), ("assistant", "answer"))
+    ]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def test_a_row_of_several_turns_with_a_held_out_question_is_dropped(tiny_model, tmp_path):
+    """A held-out question was trained on as the first or a later turn. A phrase in many rows is no such question."""
+    held = rows_file(tmp_path / "held.jsonl", 12)
+    talks = [_talk(0, 1000), _talk(1001, 1), _talk(1002, 1003), *(_talk(2, 2000 + number) for number in range(30))]
+    rows = write_rows(tmp_path / "rows.jsonl", talks)
+    result = prepare_in(tmp_path, tiny_model, rows, f"data.held_out={held}")
+    assert_closes(result.as_json())
+    assert result.manifest.dropped == {"answer_in_held_out": 2}
+    assert [document.row for document in open_corpus(result.corpus)] == list(range(3, 34))
+    assert result.manifest.notes == {"held_out_phrases": 30}
+    kept = prepare_in(tmp_path, tiny_model, rows, f"data.held_out={held}", "data.clean.answer_in_held_out=keep")
+    assert kept.manifest.dropped == {}
+
+
+def test_no_turn_is_a_question_that_was_held_out_by_its_hash(tiny_model, tmp_path):
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [*map(row, range(60)), *(_talk(number, 1000 + number) for number in range(60))]
+    )
+    result = prepare_in(tmp_path, tiny_model, rows)
+    assert_closes(result.as_json())
+    corpus = open_corpus(result.corpus)
+    held_out = {document.row for document in corpus.held_out}
+    leaked = {number + 60 for number in held_out if number <= 60}
+    assert leaked and not leaked & {document.row for document in corpus}
+    assert result.manifest.dropped == {"answer_in_held_out": len(leaked - held_out)}
+
+
 def test_held_out_rows_stay_held_out_when_rows_are_added(tiny_model, tmp_path):
     """5% by a hash of the content: yesterday's examination is not tomorrow's lesson."""
     rows = rows_file(tmp_path / "rows.jsonl", 400)

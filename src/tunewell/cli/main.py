@@ -157,7 +157,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     except Exception as error:
         if not isinstance(error, usage_error):
             raise
-        message = str(getattr(error, "format_message", error.__str__)())
+        message = str(getattr(error, "format_message", error.__str__)()).replace("(Possible options:", "(did you mean:")
         raise UserError(message[:1].lower() + message[1:].rstrip("."), fix=f"see `tunewell {name} --help`") from None
     return 0
 

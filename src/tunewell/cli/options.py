@@ -1,5 +1,7 @@
 """Command-line options that several commands share."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +47,15 @@ AllowPickle = Annotated[
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use earlier downloads of remote rows, and send no requests.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def train_command(
+    config: Path | None = None, *, model: str | None = None, data: Sequence[str] = (), sets: Sequence[str] = ()
+) -> str:
+    """Return the `tunewell train` command with the same options as this command."""
+    given = {"--config": [config] if config else [], "--model": [model] if model else [], "--data": data, "--set": sets}
+    options = [str(part) for name, values in given.items() for value in values for part in (name, value)]
+    return shlex.join(["tunewell", "train", *options])
 
 
 def with_offline(sets: list[str] | None, is_offline: bool) -> list[str]:

@@ -92,7 +92,7 @@ class StageText:
     def text(self) -> str:
         """Return the line for the screen, as of now."""
         progress = self.progress
-        parts = [progress.stage]
+        parts = [progress.stage or "starting"]
         if progress.total:
             parts.append(f"{_amount(progress.done, progress.unit)} of {_amount(progress.total, progress.unit)}")
         if (left := self._seconds_left()) is not None and left >= _SHOWN_LEFT_SECONDS:

@@ -16,10 +16,18 @@ if TYPE_CHECKING:
 
 _MAX_WIDTH = 120
 _MIN_FOLD_WIDTH = 16
+_MIN_COLUMN = 24
+"""Columns that the text of a table needs; with fewer, it is written below its row."""
+_INDENT = 4
 _LONGEST_TEXT = 2000
 _ERROR_LEAD = re.compile(r"error: |  where: |  fix: +")
-_COMMAND = re.compile(r"\(?`(?:\S*/)?(?:tunewell|python[\d.]*|pip|ollama|cd) ")
+_COMMAND = re.compile(r"\(?`(?:\S*/)?(?:tunewell|python[\d.]*|pip|uv|ollama|cd|tensorboard|hf|sh) ")
 """A command in backticks, at the start of a line."""
+_WORD = re.compile(
+    r"""(?:\d[\d.,]*[ ](?:ms|s|min|h|[KMGT]iB|GB|[MB]|tokens/s|[GT]FLOP/s)(?![\w/])  # a number and its unit
+    |[^\s`]|`[^`]*`|`)+""",
+    re.VERBOSE,
+)
 _OBEYED = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Control characters beyond ASCII, and marks that change the direction of text."""
 _CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f]|{_OBEYED.pattern}")
@@ -97,16 +105,25 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: in
 
 
 def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: int = 3) -> str:
-    """Align columns like `table`, and wrap the last column at the width of the screen."""
+    """Align columns like `table`, and wrap the last column at the width of the screen.
+
+    If little room is left for the last column, its text is written below each row.
+    """
     cells = [[*(" ".join(cell.splitlines()) for cell in row[:-1]), "|"] for row in rows]
-    leads = table(cells, right=right, gap=gap).splitlines()
-    return "\n".join(hanging(lead[:-1], row[-1]) for lead, row in zip(leads, rows, strict=True))
+    leads = [lead[:-1] for lead in table(cells, right=right, gap=gap).splitlines()]
+    texts = [row[-1] for row in rows]
+    room = min((width() - cell_width(lead) for lead in leads), default=0)
+    if room >= min(_MIN_COLUMN, max(map(cell_width, texts), default=0)):
+        return "\n".join(map(hanging, leads, texts))
+    below = [f"\n{hanging(' ' * _INDENT, text)}" if text.strip() else "" for text in texts]
+    return "\n".join(lead.rstrip() + text for lead, text in zip(leads, below, strict=True))
 
 
 def hanging(lead: str, text: str) -> str:
     """Wrap a text at the width of the screen, with a hanging indent of the width of `lead`.
 
-    A command in backticks stays on one line, so that it can be copied. The terminal wraps it if it is longer.
+    A command in backticks stays on one line, so that it can be copied. It is indented less if it fits only so, and the
+    terminal wraps it if it is still longer.
     """
     indent = cell_width(lead)
     fold_width = max(width() - indent, _MIN_FOLD_WIDTH)
@@ -119,12 +136,16 @@ def hanging(lead: str, text: str) -> str:
         while cell_width(lines[-1]) > fold_width and not _COMMAND.match(lines[-1]):
             head = fitting(lines[-1], fold_width)
             lines[-1:] = [head, lines[-1][len(head) :]]
-    return (lead + f"\n{' ' * indent}".join(lines)).rstrip()
+    first, *others = (
+        f"\n  {line}" if fold_width < cell_width(line) <= width() - 2 and indent > 2 else line for line in lines
+    )
+    start = lead.rstrip() if first.startswith("\n") else lead
+    return (start + first + "".join(o if o.startswith("\n") else f"\n{' ' * indent}{o}" for o in others)).rstrip()
 
 
 def _words(text: str, fold_width: int) -> Iterator[str]:
     """Yield the words of a text. A command, or other text in backticks that fits on a line, is one word."""
-    for word in re.findall(r"(?:[^\s`]|`[^`]*`|`)+", text):
+    for word in _WORD.findall(text):
         yield from [word] if cell_width(word) <= fold_width or _COMMAND.match(word) else word.split()
 
 
@@ -141,6 +162,11 @@ def fitting(text: str, columns: int) -> str:
     while end > 1 and cell_width(text[:end]) > columns:
         end -= 1
     return text[:end]
+
+
+def ending(text: str, columns: int) -> str:
+    """Return a path or a name without its start if it is longer than `columns`."""
+    return text if len(text) <= columns else f"...{text[len(text) - columns + 3 :]}"
 
 
 def cell_width(text: str) -> int:

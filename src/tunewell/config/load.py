@@ -154,7 +154,10 @@ class LoadedConfig:
     def seen(self, name: str) -> str:
         """Return the resolved path of a local model; return any other name unchanged."""
         path = self.path(name)
-        return str(path) if path.exists() else name
+        if not path.exists():
+            return name
+        short = Path(os.path.normpath(path))  # `model`, not `run/../model`, unless `run` is a link
+        return str(short if short.exists() and short.samefile(path) else path)
 
 
 def as_sets(**values: str | Path | None) -> list[str]:

@@ -165,8 +165,8 @@ class Clean(Section):
     exact_duplicate: Literal["drop", "keep"] = "drop"
     """What to do with a row whose conversation equals an earlier one."""
     answer_in_held_out: Literal["drop", "keep"] = "drop"
-    """What to do with a training row whose question is also a held-out question. If such rows are kept, the held-out
-    loss and score are too good."""
+    """What to do with a training row whose question, or one of whose turns, is a held-out question. If such rows are
+    kept, the held-out loss and score are too good."""
     near_held_out: Literal["warn", "drop", "keep"] = "warn"
     """What to do with a training row that nearly equals a held-out row. Such rows make the held-out loss and score too
     good. `warn` counts and lists them, `drop` drops them, `keep` does not search for them."""

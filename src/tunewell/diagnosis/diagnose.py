@@ -22,8 +22,8 @@ _NONE: Versions = MappingProxyType({})
 def diagnose(source: str | os.PathLike[str]) -> list[Finding]:
     """Return the findings about a text, or about a file, folder or run, best first.
 
-    An empty list means healthy. A first finding with the id `unknown` means that the text does not decide. A text
-    without a line break that names an existing file is a path. Nothing is executed and no model is loaded.
+    An empty list means healthy. A first finding with the id `unknown` means that the cause cannot be told from the
+    text. A text without a line break that names an existing file is a path. Nothing is executed and no model is loaded.
     """
     return list(diagnose_source(source).findings)
 

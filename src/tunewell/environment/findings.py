@@ -74,7 +74,7 @@ class Diagnosis:
 
     def fix_script(self) -> str:
         """Return one shell script with every command, in order. Nothing is run."""
-        lines = ["#!/bin/sh", "# Written by `tunewell doctor --fix`. Read it before you run it.", "set -e"]
+        lines = ["#!/bin/sh", "# From `tunewell doctor --fix`. Read it before you run it.", "set -e"]
         done: set[str] = set()
         for finding in self.findings:
             if finding.level == "note":

@@ -1,5 +1,6 @@
 """Check, before training or loading a model, that it can be exported to the targets of `export.to` or `--to`."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,8 @@ def require_adapter(targets: Iterable[ExportTarget], ref: ModelRef) -> None:
 
 def require_tools(targets: Iterable[ExportTarget]) -> None:
     """Raise UserError with the install command if a package or llama.cpp is missing."""
+    # PEFT imports bitsandbytes, which warns on some CPUs about a missing kernel that is not used here.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for target in targets:
         for package in target.requires.packages:
             import_optional(package, extra="export", purpose=f"the export target `{target.name}`")

@@ -136,7 +136,7 @@ def _corrected(work: Workload, measured: Measured, memory: Memory, *, is_compile
 
 def _architecture(work: Workload) -> str:
     source = "its weight files" if work.shape.is_exact else "its config"
-    return f"memory from the architecture: {count(work.shape.num_weights)} weights, by {source}"
+    return f"memory from the architecture: {count(work.shape.num_weights)} weights in {source}"
 
 
 def _disk(work: Workload, free_bytes: int | None) -> DiskPrediction:

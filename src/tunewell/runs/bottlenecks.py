@@ -77,7 +77,7 @@ def verdict(profile: Profile) -> str:
     name, seconds = max(parts.items(), key=lambda part: part[1])
     most = f"{percent(seconds / profile.total_seconds, 0)} of the time is {_PARTS.get(name, name)}"
     if profile.source == "run":
-        return f"No evaluation, checkpoint or wait for data slows this run down: {most}."
+        return f"No setting of evaluations, checkpoints or data would make this run 5% faster: {most}."
     rate = machine_share(profile)
     at = f"; the run uses {percent(rate, 0)} of this machine's measured matrix rate" if rate is not None else ""
     return f"No setting that was tried makes this run 5% faster: {most}{at}."

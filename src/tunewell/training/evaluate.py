@@ -71,7 +71,7 @@ def limit_evaluations(run: Run) -> None:
     factor = run.learner.world.max(factor)
     if factor > 1:
         because = (
-            f"an evaluation takes {seconds['look']:.1f} s, a step {step_seconds:.2f} s: evaluating takes "
+            f"an evaluation takes {seconds['look']:.1f} s and a step {step_seconds:.2f} s, so evaluating takes "
             f"at most {_EVALUATION_SHARE:.0%} of the training time"
         )
         chosen = Chosen[int](value=min(every * factor, plan.num_steps.value), because=because)

@@ -55,15 +55,13 @@ def _page(found: "Explanation") -> str:
     lines = [found.key, hanging("  ", found.doc)]
     if found.keys:
         lines += ["", folded_table([(f"  {name}", doc) for name, doc in found.keys])]
-    facts = [("takes", found.type)]
-    if not found.keys:
-        facts.append(("default", _shown(found.default)))
+    facts = [] if found.keys else [("takes", found.type), ("default", _shown(found.default))]
     if found.origin is not None and not found.keys:
         origin = "the default" if found.origin == "default" else found.origin
         facts.append(("now", f"{_shown(found.value)} ({origin})"))
     if found.aliases:
         facts.append(("aliases", ", ".join(found.aliases)))
-    return "\n".join([*lines, "", folded_table(facts)])
+    return "\n".join([*lines, *(["", folded_table(facts)] if facts else [])])
 
 
 def _shown(value: Any) -> str:

@@ -1,14 +1,27 @@
 """`tunewell inspect`: show rows or a corpus, token by token."""
 
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, Offline, Sets, TokenizerModel, with_offline
+from tunewell.cli.options import AsJson, ConfigFile, Offline, Sets, TokenizerModel, train_command, with_offline
 from tunewell.cli.progress import shown_progress
-from tunewell.cli.render import console, emit, folded_table, hanging, has_color, json_text, table, width
+from tunewell.cli.render import (
+    cell_width,
+    console,
+    emit,
+    ending,
+    folded_table,
+    hanging,
+    has_color,
+    json_text,
+    table,
+    width,
+)
 from tunewell.cli.screens.corpus import corpus_rows
 from tunewell.core.units import count, percent, size_bytes
 
@@ -22,6 +35,8 @@ if TYPE_CHECKING:
     from tunewell.workflows.inspect import Inspection
 
 _MAX_BAR_WIDTH = 40
+_MIN_NAME, _COUNTS = 16, 44
+"""Columns of the name of a source, and of the numbers beside it."""
 
 
 def command(
@@ -65,7 +80,9 @@ def command(
     if json:
         emit(json_text(inspection.as_json()))
     else:
-        _screen(inspection, console(), as_list=tokens, has_details=details)
+        rows = [path] if path and not inspection.is_corpus and loaded.file is None else []
+        train = train_command(config, model=model, data=rows, sets=set_ or ())
+        _screen(inspection, console(), as_list=tokens, has_details=details, train=train)
 
 
 def _write_page(
@@ -86,10 +103,10 @@ def _write_page(
     if json:
         emit(json_text(page.as_json()))
     else:
-        console().print(f"wrote `{page.file}` ({size_bytes(page.num_bytes)}); open it in a browser", markup=False)
+        emit(hanging("wrote ", f"`{page.file}` ({size_bytes(page.num_bytes)}); open it in a browser"))
 
 
-def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_details: bool) -> None:
+def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_details: bool, train: str) -> None:
     folder = inspection.path if inspection.is_corpus else None
     out.print(folded_table(corpus_rows(inspection.manifest, folder=folder, has_details=has_details), right=(1,)))
     out.print("\ntokens per row")
@@ -129,7 +146,7 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
         out.print("\n" + hanging("", legend))
     if not inspection.is_corpus:
         out.print("nothing was written")
-    out.print("next: `tunewell train`")
+    out.print(hanging("next: ", f"`{train}`"))
 
 
 def _histogram(manifest: "Manifest") -> str:
@@ -145,10 +162,11 @@ def _histogram(manifest: "Manifest") -> str:
 
 def _source_table(manifest: "Manifest") -> str:
     rows = [["source", "rows", "training", "testing", "dropped", ""]]
+    name_width = max(_MIN_NAME, width() - _COUNTS)
     for source in manifest.sources:
         reasons = ", ".join(f"{count(number)} {reason}" for reason, number in source.dropped.items())
         numbers = (source.rows, source.documents, source.held_out, sum(source.dropped.values()))
-        rows.append([source.name, *map(count, numbers), reasons])
+        rows.append([ending(source.name, name_width), *map(count, numbers), reasons])
     if len(manifest.sources) > 1:
         totals = (manifest.rows_in, manifest.documents, manifest.held_out, sum(manifest.dropped.values()))
         rows.append(["all", *map(count, totals), ""])
@@ -175,24 +193,41 @@ def _show_pair(view: "PairView", out: "Console") -> None:
 
 
 def _show_tokens(view: "DocumentView", out: "Console") -> None:
-    """Print a document as text. Supervised tokens alternate between two shades of green."""
+    """Print a document as text. Supervised tokens alternate between two shades of green, or are in brackets."""
     from rich.text import Text
 
+    if not has_color(out):
+        out.print(Text(_bracketed(view)))
+        return
     text = Text()
     is_even = False
     for token in view.tokens:
         shown = _visible(token.text)
-        if not token.is_supervised:
-            text.append(shown, style="dim")
-        elif has_color(out):
-            text.append(shown, style="bright_white on color(22)" if is_even else "bright_white on color(28)")
-        else:
-            lead = shown.rstrip("\n")
-            text.append(f"[{lead}]{shown[len(lead) :]}")
+        shade = "bright_white on color(22)" if is_even else "bright_white on color(28)"
+        text.append(shown, style=shade if token.is_supervised else "dim")
         is_even = not is_even
     text.rstrip()
     # Not soft-wrapped like other output: a document is longer than a line, and a terminal would cut tokens in two.
     out.print(text, soft_wrap=False, overflow="fold", width=width())
+
+
+def _bracketed(view: "DocumentView") -> str:
+    """Return a document as text with its supervised tokens in brackets, wrapped between words and brackets."""
+    pieces: list[str] = []
+    for is_supervised, tokens in groupby(view.tokens, key=lambda token: token.is_supervised):
+        texts = [_visible(token.text) for token in tokens]
+        if is_supervised:
+            bodies = [text.rstrip("\n") for text in texts]
+            pieces += [f"[{body}]{text[len(body) :]}" for text, body in zip(texts, bodies, strict=True)]
+        else:
+            pieces += re.findall(rf"\s*\S{{1,{width() // 2}}}|\s+", "".join(texts))
+    text, column = "", 0
+    for piece in pieces:
+        is_full = column and column + cell_width(piece.strip("\n")) > width()
+        shown = f"\n{piece.lstrip(' ')}" if is_full else piece
+        text += shown
+        column = cell_width(shown.rpartition("\n")[2]) + (0 if "\n" in shown else column)
+    return text.rstrip("\n")
 
 
 def _list_tokens(view: "DocumentView", out: "Console") -> None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Offline, Sets, with_offline
+from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Offline, Sets, train_command, with_offline
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.startup import clean_up_when_terminated
@@ -74,7 +74,7 @@ def command(
     else:
         from tunewell.cli.screens.plan import plan_screen
 
-        emit(plan_screen(result))
+        emit(plan_screen(result, train=train_command(config, model=model, data=data or (), sets=set_ or ())))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Offline, Sets, TokenizerModel, with_offline
+from tunewell.cli.options import (
+    AsJson,
+    ConfigFile,
+    DataPaths,
+    Offline,
+    Sets,
+    TokenizerModel,
+    train_command,
+    with_offline,
+)
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import corpus_rows
@@ -39,10 +48,12 @@ def command(
     loaded = load_config(config, with_offline(set_, offline), model=model, data=data, out=out)
     with shown_progress() as progress:
         result = prepare(loaded, progress=progress)
-    emit(json_text(result.as_json()) if json else screen(result, has_details=details))
+    sets = [*(set_ or ()), *([f"corpus={out}"] if out else [])]
+    train = train_command(config, model=model, data=data or (), sets=sets)
+    emit(json_text(result.as_json()) if json else screen(result, has_details=details, train=train))
 
 
-def screen(result: "PrepareResult", *, has_details: bool = False) -> str:
+def screen(result: "PrepareResult", *, has_details: bool = False, train: str = "tunewell train") -> str:
     """Return the screen: counts of rows and tokens, the written corpus and the next command."""
     seconds = duration(result.seconds)
     outcome = (
@@ -53,7 +64,7 @@ def screen(result: "PrepareResult", *, has_details: bool = False) -> str:
     return "\n".join(
         [
             folded_table(corpus_rows(result.manifest, folder=str(result.corpus), has_details=has_details), right=(1,)),
-            outcome,
-            hanging("next: ", f"`tunewell train`; `tunewell inspect {result.corpus}` shows the tokens"),
+            hanging("", outcome),
+            hanging("next: ", f"`{train}`; `tunewell inspect {result.corpus}` shows the tokens"),
         ]
     )

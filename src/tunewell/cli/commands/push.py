@@ -7,7 +7,7 @@ import typer
 
 from tunewell.cli.options import AsJson, ConfigFile, Sets
 from tunewell.cli.progress import shown_progress
-from tunewell.cli.render import emit, folded_table, hanging, json_text
+from tunewell.cli.render import emit, hanging, json_text, table
 from tunewell.core.units import count, size_bytes
 
 if TYPE_CHECKING:
@@ -41,14 +41,17 @@ def command(
 
 def _screen(result: "PushResult") -> str:
     rows = [(name, size_bytes(size)) for name, size in sorted(result.files.items(), key=lambda item: -item[1])]
-    lines = [folded_table(rows, right=(1,))]
+    lines = [table(rows, right=(1,))]
     lines += [hanging("note: ", note) for note in result.notes]
     files = count(len(result.files), "file")
     if result.pushed is None:
-        lines.append(f"wrote `{result.folder}`: {files} that would be pushed to `{result.to}`; nothing was uploaded")
+        lines.append(
+            hanging("wrote ", f"`{result.folder}`: {files} that would be pushed to `{result.to}`; nothing was uploaded")
+        )
         return "\n".join(lines)
     kept = f", {result.pushed.num_kept} were there already" if result.pushed.num_kept else ""
-    lines.append(f"pushed {files} to `{result.pushed.address}` ({size_bytes(result.pushed.num_bytes)} uploaded{kept})")
+    uploaded = f"{size_bytes(result.pushed.num_bytes)} uploaded{kept}"
+    lines.append(hanging("pushed ", f"{files} to `{result.pushed.address}` ({uploaded})"))
     if not result.to.startswith("hf://") and "proof.json" in result.files:
         lines.append(hanging("next: ", f"`tunewell verify {result.to}` downloads and verifies it"))
     return "\n".join(lines)

@@ -86,22 +86,32 @@ def screen(info: "ServerInfo") -> str:
         *([["answers from", f"{info.answers_from}; replies name them in `sources`"]] if info.answers_from else []),
         *(["note", note] for note in info.notes),
     ]
-    example_lines = [f"  {line}".rstrip() for line in examples(info)]
-    return "\n".join([folded_table(rows), "", "try it:", *example_lines, "", "Ctrl-C stops the server"])
+    # Not indented, so that the lines can be pasted, also into Python.
+    return "\n".join([folded_table(rows), "", "try it:", "", *examples(info), "", "Ctrl-C stops the server"])
 
 
 def examples(info: "ServerInfo") -> list[str]:
-    """Return example requests as a curl command and as Python code."""
+    """Return example requests as a curl command and as Python code, in short lines."""
     body = json_module.dumps({"model": info.model, "messages": [{"role": "user", "content": "Hello"}]})
-    key = '-H "Authorization: Bearer $TUNEWELL_TOKEN" ' if info.needs_token else ""
+    body = body.replace(', "messages": ', ',\n  "messages": ')
+    key = ['  -H "Authorization: Bearer $TUNEWELL_TOKEN" \\'] if info.needs_token else []
     api_key = 'os.environ["TUNEWELL_TOKEN"]' if info.needs_token else '"none"'
     imports = "import os; from openai import OpenAI" if info.needs_token else "from openai import OpenAI"
     name = json_module.dumps(info.model)
     return [
-        f"curl {info.url}/chat/completions {key}-H 'Content-Type: application/json' -d {shlex.quote(body)}",
+        f"curl {info.url}/chat/completions \\",
+        *key,
+        "  -H 'Content-Type: application/json' \\",
+        *f"  -d {shlex.quote(body)}".splitlines(),
         "",
         imports,
-        f'client = OpenAI(base_url="{info.url}", api_key={api_key})',
-        'messages = [{"role": "user", "content": "Hello"}]',
-        f"print(client.chat.completions.create(model={name}, messages=messages).choices[0].message.content)",
+        "client = OpenAI(",
+        f'    base_url="{info.url}",',
+        f"    api_key={api_key},",
+        ")",
+        "reply = client.chat.completions.create(",
+        f"    model={name},",
+        '    messages=[{"role": "user", "content": "Hello"}],',
+        ")",
+        "print(reply.choices[0].message.content)",
     ]

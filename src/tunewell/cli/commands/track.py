@@ -6,7 +6,7 @@ import typer
 
 from tunewell.cli.options import AsJson
 from tunewell.cli.progress import shown_stages
-from tunewell.cli.render import emit, json_text
+from tunewell.cli.render import emit, hanging, json_text
 from tunewell.config.extensions import TRACKERS
 from tunewell.core.units import count
 
@@ -30,6 +30,6 @@ def command(
         emit(json_text({**vars(done), "run": str(done.run)}))
         return
     sent = f"sent {count(done.num_sent, 'new point')} of" if done.num_sent else "nothing new to send from"
-    emit(f"{sent} `{done.run}` to {done.tracker}")
+    emit(hanging("", f"{sent} `{done.run}` to {done.tracker}"))
     if to == "tensorboard":
-        emit(f"next: `tensorboard --logdir {done.run / 'track' / 'tensorboard'}`")
+        emit(hanging("next: ", f"`tensorboard --logdir {done.run / 'track' / 'tensorboard'}`"))

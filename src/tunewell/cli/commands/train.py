@@ -206,7 +206,7 @@ def _supervise(load: "Callable[[], LoadedConfig]", argv: "Sequence[str]") -> int
         return [sys.executable, "-m", "tunewell", "train", *added, *argv]
 
     def report(message: str) -> None:
-        stderr.write(f"supervisor: {message}\n")
+        stderr.write((hanging("supervisor: ", message) if sys.stderr.isatty() else f"supervisor: {message}") + "\n")
         stderr.flush()
 
     def settings() -> "tuple[Path, Healing]":

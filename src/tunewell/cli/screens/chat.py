@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import console, emit_error, folded_table, hanging, is_interactive, one_line, width
+from tunewell.cli.render import cell_width, console, emit_error, folded_table, hanging, is_interactive, one_line, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError, did_you_mean
 from tunewell.core.units import count
@@ -106,9 +106,10 @@ def escape_controls(text: str) -> str:
 
 
 def print_aside(text: str) -> None:
-    """Print a dim line on stderr, outside the conversation."""
+    """Print dim lines on stderr, outside the conversation. Lines that do not fit are wrapped."""
     sys.stdout.flush()
-    console(stderr=True).print(text, style="dim")
+    lines = (line if cell_width(line) <= width() else hanging("", line) for line in text.splitlines())
+    console(stderr=True).print("\n".join(lines), style="dim")
 
 
 def print_header(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:

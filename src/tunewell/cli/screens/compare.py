@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _MAX_DIFFERENCES = 6
 _MAX_EXAMPLES = 3
 _MIN_CELL = 8
+_ONE_LINE = 60
+"""Columns from which an answer is one line; in fewer columns, it may take two."""
 
 
 def compare_screen(found: "RunComparison") -> str:
@@ -52,7 +54,7 @@ def compare_screen(found: "RunComparison") -> str:
     if (advice := comparison.recommendation) is not None:
         label = f"recommended: {advice.column}: " if advice.column else "no recommendation: "
         parts += ["", hanging("", f"{label}{advice.because}")]
-    parts.append(f"wrote   `{found.page}`")
+    parts.append(hanging("wrote ", f"`{found.page}`; open it in a browser"))
     return "\n".join(parts)
 
 
@@ -70,9 +72,12 @@ def _cut_row(row: "Row", num_columns: int) -> list[str]:
 
 
 def _example(change: "ChangedAnswer", letters: list[str]) -> str:
-    lines = [f"  {_short(change.question, width() - 2)}", f"    expected  {_short(change.reference, width() - 14)}"]
+    room = width() - 14
+    longest = room if room >= _ONE_LINE else 2 * room - 3
+    lines = [hanging("  ", _short(change.question, 2 * width() - 7))]
+    lines.append(hanging("    expected  ", _short(change.reference, longest)))
     for mark, answer, judged in zip(letters, change.answers, change.marks, strict=True):
-        lines.append(f"    {mark} {judged:7} {_short(answer or '(empty)', width() - 14)}")
+        lines.append(hanging(f"    {mark} {judged:7} ", _short(answer or "(empty)", longest)))
     return "\n".join(lines)
 
 

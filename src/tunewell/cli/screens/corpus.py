@@ -69,6 +69,7 @@ def corpus_rows(manifest: "Manifest", *, folder: str | None, has_details: bool =
 
 _NOTES = {
     "chosen_replies": "rows of a preference set: the `chosen` reply is trained on, the `rejected` one is not used",
+    "held_out_phrases": "training rows in which a turn is a common phrase that is also a held-out question; kept",
     "names_in_other_case": "rows whose column names match a format only if case is ignored (`Question`)",
     "numbers_as_text": "rows with a number, true or false as question or answer, which is read as text",
     "other_ids_as_a_whole": "rows that llama.cpp and Ollama tokenize differently",

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import fitting, folded_table, hanging, one_line, table, width
+from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_line, table, width
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 
@@ -72,7 +72,7 @@ def _evidence(finding: "Finding", *, has_files: bool) -> list[str]:
     room = max(width() - len(places[0]) - 4, _MIN_TEXT)
     lines: list[str] = []
     for place, (_, text, note) in zip(places, rows, strict=True):
-        lines.append(f"  {place} {text if len(text) <= room else fitting(text, room - 4) + ' ...'}")
+        lines.append(f"  {place} {text if cell_width(text) <= room else fitting(text, room - 4) + ' ...'}")
         lines += [hanging(" " * (len(place) + 1) + "= ", note)] if note else []
     return [*lines, ""]
 

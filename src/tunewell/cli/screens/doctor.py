@@ -48,5 +48,5 @@ def known_good_screen(tool: str, *, as_json: bool) -> str:
         return json_text([{"tool": one.tool, "packages": list(one.packages), "checked": one.checked} for one in sets])
     lines = []
     for one in sets:
-        lines += [f"# {one.checked}", *one.packages, ""]
+        lines += [hanging("# ", one.checked).replace("\n  ", "\n# "), *one.packages, ""]
     return "\n".join(lines).rstrip()

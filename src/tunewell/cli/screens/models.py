@@ -3,7 +3,7 @@
 import shlex
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import folded_table, hanging, table, width
+from tunewell.cli.render import ending, folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import format_parameters
 from tunewell.core.units import count, size_bytes
 from tunewell.data.row_statistics import LANGUAGES
@@ -53,12 +53,8 @@ def _table(models: "list[ModelNeeds]", result: "ModelsResult", *, title: str, pl
             return shown
     # A long path: its start is left out.
     others = max(len(row[2]) for row in rows) + max(len(row[3]) for row in rows) + 3 * _GAP + 1
-    short = [[row[0], _end(row[1], max(20, width() - others)), *row[2:_ALWAYS]] for row in rows]
+    short = [[row[0], ending(row[1], max(20, width() - others)), *row[2:_ALWAYS]] for row in rows]
     return table(short, right=(2, 3), gap=_GAP)
-
-
-def _end(text: str, columns: int) -> str:
-    return text if len(text) <= columns else f"...{text[len(text) - columns + 3 :]}"
 
 
 def _row(model: "ModelNeeds", *, is_best: bool) -> list[str]:

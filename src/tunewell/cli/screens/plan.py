@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import folded_table, hanging, table
+from tunewell.cli.render import folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import format_speed
+from tunewell.config.extensions import METHODS
 from tunewell.core.units import count, duration, size_bytes
 
 if TYPE_CHECKING:
@@ -13,15 +14,16 @@ if TYPE_CHECKING:
 _NOT_AT_ONCE = ("evaluation", "generation")
 _SMALL_SHARE = 0.01
 _SHOWN_CARDS = 5
+_BAR = 20
 _CHOICES = {
     "train": "train",
     "retrieve": "retrieve instead of training",
-    "compare": "train or retrieve: compare both",
+    "compare": "compare it with retrieval",
     "more rows": "too few rows",
 }
 
 
-def plan_screen(result: "PlanResult") -> str:
+def plan_screen(result: "PlanResult", *, train: str = "tunewell train") -> str:
     """Return the screen of a plan."""
     if result.cards:
         lines = [cards_table(result)]
@@ -33,18 +35,18 @@ def plan_screen(result: "PlanResult") -> str:
         lines += ["", hanging("train at all?  ", f"{_CHOICES[advice.choice]}: {advice.because}")]
         lines += [hanging("  - ", option) for option in (advice.options if advice.choice != "train" else [])]
     lines += [hanging("note: ", note) for note in (result.notes if not result.cards else [])]
-    lines.append(hanging("next: ", _next(result)))
+    lines.append(hanging("next: ", _next(result, train)))
     return "\n".join(lines)
 
 
 def _verdict(result: "PlanResult") -> list[str]:
     memory = result.prediction.memory
-    peak = f"{size_bytes(memory.peak_bytes)} ({size_bytes(memory.low_bytes)} to {size_bytes(memory.high_bytes)})"
+    spread = f"{size_bytes(memory.low_bytes)} to {size_bytes(memory.high_bytes)}"
     free = "an unknown amount" if memory.free_bytes is None else size_bytes(memory.free_bytes)
     return [
         hanging(
             "FITS  " if result.fits else "DOES NOT FIT  ",
-            f"{peak} of memory at most, {free} free on {result.device.label}",
+            f"needs {size_bytes(memory.peak_bytes)} of memory ({spread}); {free} free on {result.device.label}",
         )
     ]
 
@@ -55,9 +57,10 @@ def _rows(result: "PlanResult") -> list[list[str]]:
     number = result.num_parameters
     size = f"{number / 1e6:,.0f} M" if number < 1e9 else f"{number / 1e9:,.1f} B"
     size = size if number >= 1e6 else count(number)
+    method = METHODS.entry(plan.method.value).title
     quantized = f", base model in {plan.quantized.kind}" if plan.quantized else ""
     rows = [
-        ["model", f"{result.model}: {size} weights, {plan.method.value} in {plan.precision.value}{quantized}"],
+        ["model", f"{result.model}: {size} weights, {method} in {plan.precision.value}{quantized}"],
         ["memory", _parts(prediction)],
         ["  by phase", ", ".join(f"{name} {size_bytes(size)}" for name, size in memory.phases.items())],
     ]
@@ -66,8 +69,8 @@ def _rows(result: "PlanResult") -> list[list[str]]:
     if result.sizes:
         best = max(rate for _, rate in result.sizes)
         for tokens, rate in result.sizes:
-            mark = "  <- chosen" if tokens == plan.micro_batch_tokens.value else ""
-            rows.append([f"  {count(tokens)}", f"{'#' * round(24 * rate / best)} {rate:,.0f} tokens/s{mark}"])
+            mark = ", chosen" if tokens == plan.micro_batch_tokens.value else ""
+            rows.append([f"  {count(tokens)}", f"{'#' * round(_BAR * rate / best)} {rate:,.0f} tokens/s{mark}"])
     steps = count(plan.num_steps.value, "step")
     rows += [
         ["micro-batch", f"{count(plan.micro_batch_tokens.value)} tokens: {plan.micro_batch_tokens.because}"],
@@ -141,9 +144,9 @@ def cards_table(result: "PlanResult") -> str:
     return table(rows)
 
 
-def _next(result: "PlanResult") -> str:
+def _next(result: "PlanResult", train: str) -> str:
     if result.cards or result.fits:
-        return "`tunewell train`"
+        return f"`{train}`"
     if result.chosen is not None:
         return "`tunewell plan --apply` writes the mildest change into the config"
     return "choose a smaller model, or `tunewell notebook` to train on a larger GPU"
@@ -185,4 +188,8 @@ def check_screen(run: str, predicted: "Prediction", measured: "Measurement") -> 
             ]
         )
     how = "after a few real steps" if predicted.is_measured else "from the architecture"
-    return f"{run}, predicted {how}\n{table(rows, right=(1, 3, 4))}"
+    shown, notes = table(rows, right=(1, 3, 4)), []
+    if max(map(len, shown.splitlines())) > width():
+        notes = [hanging("range: ", ", ".join(f"{row[0]} {row[2]}" for row in rows[1:] if row[2]))]
+        shown = table([[*row[:2], *row[3:]] for row in rows], right=(1, 2, 3))
+    return "\n".join([f"{run}, predicted {how}", shown, *notes])

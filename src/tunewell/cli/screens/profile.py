@@ -25,7 +25,7 @@ _LABELS = {
     "launch": "launching kernels",
     "reduce": "all-reduce",
     "copy": "copies",
-    "other": "other, not named",
+    "other": "other",
 }
 
 
@@ -85,7 +85,7 @@ def _rows(profile: "Profile") -> list[list[str]]:
         busy = percent(kernels.busy_seconds / profile.seconds, 0)
         rows.append(["GPU", f"busy {busy} of a step; the host waits for it {kernels.num_syncs:.1f} times"])
     if (covered := covered_share(profile)) is not None:
-        rows.append(["accounted", f"{percent(covered)} of the time has a name"])
+        rows.append(["accounted", f"{percent(covered)} of the time is in a named part"])
     return rows
 
 

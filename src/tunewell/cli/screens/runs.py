@@ -23,12 +23,15 @@ _DROPPED = ("data", "method", "tokens_per_second", "model", "when", "steps")
 _TITLES = {"held_out": "held-out", "tokens_per_second": "tokens/s", "planned_steps": "planned"}
 _RIGHT = ("held_out", "loss", "steps", "planned_steps", "tokens_per_second")
 _MAX_CELL = 36
+_EVENTS = {"held_out": "evaluation", "step": "end"}
+"""What an event of `events.jsonl` is called on the screen."""
 
 
 def runs_screen(runs: "Sequence[RunSummary]", *, folder: str, columns: Sequence[str], is_filtered: bool) -> str:
     """Return a table of runs. Without `columns`, those that fit the width of the terminal are shown."""
     if not runs:
-        what = f"no run in `{folder}`" + (" matches the filters" if is_filtered else "")
+        where = "this folder" if folder == "." else f"`{folder}`"
+        what = f"no run in {where}" + (" matches the filters" if is_filtered else "")
         return what if is_filtered else f"{what}\nnext: `tunewell train` starts one"
     names = list(columns or _SHOWN)
     cells = {name: [_cell(run, name, folder) for run in runs] for name in names}
@@ -106,7 +109,8 @@ def status_screen(status: "RunStatus") -> str:
         event = status.last_event
         step = f" of step {count(event['step'])}" if isinstance(event.get("step"), int) else ""
         ago = f", {duration(status.since_event)} ago" if status.since_event is not None else ""
-        rows.append(["last event", f"{event.get('kind', 'unknown')}{step}{ago}"])
+        kind = str(event.get("kind", "unknown"))
+        rows.append(["last event", f"{_EVENTS.get(kind, kind)}{step}{ago}"])
     rows += [["model", run.model or "-"], ["data", run.data or "-"]]
     text = folded_table(rows)
     if status.stacks:

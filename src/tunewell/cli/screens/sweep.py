@@ -43,8 +43,7 @@ def sweep_screen(result: "SweepResult") -> str:
         parts.append(hanging("no best run: ", result.conclusion))
     parts += [hanging("failed: ", f"{run.name}: {one_line(run.note or '')}") for run in result.runs if _has_failed(run)]
     parts += [hanging("note: ", note) for note in result.notes]
-    wrote = f"wrote   `{result.folder / 'sweep.json'}`, `{result.folder / 'curves.svg'}`"
-    parts.append(wrote)
+    parts.append(hanging("wrote   ", f"`{result.folder / 'sweep.json'}`, `{result.folder / 'curves.svg'}`"))
     if result.next_command:
         parts.append(hanging("next: ", f"`{result.next_command}`"))
     return "\n".join(parts)

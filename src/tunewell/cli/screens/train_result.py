@@ -1,6 +1,5 @@
 """The screen after `tunewell train`: the metrics of the run, loss curve, verdict, files and the next command."""
 
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from tunewell.workflows.train import TrainResult
 
 _CURVE_WIDTH, _CURVE_MARGIN = 60, 14
-_NO_BREAK = "\N{NO-BREAK SPACE}"
 # Keys of `stages` in `--json` that have a different label on the screen.
 _STAGE_LABELS = {"look": "evaluate", "judge": "validate"}
 
@@ -63,13 +61,12 @@ def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tupl
         rows.append(("held-out", change, best))
     memory = f"at most {size_bytes(result.peak_memory_bytes)} of memory" if result.peak_memory_bytes else ""
     rows.append(("speed", format_speed(result.tokens_per_second), memory))
-    # A line is not wrapped between a stage and its time.
     stages = [
         f"{_STAGE_LABELS.get(name, name)} {duration(seconds)}"
         for name, seconds in result.stages.items()
         if seconds >= 0.0005
     ]
-    rows.append(("time", duration(result.seconds), ", ".join(stage.replace(" ", _NO_BREAK) for stage in stages)))
+    rows.append(("time", duration(result.seconds), ", ".join(stages)))
     for label, is_warning in (("warning", True), ("healed", False)):
         entries = [entry for entry in result.healing if (entry.action == "none") == is_warning]
         rows += [(label, "", one_line(line)) for line in healing_summary(entries)]
@@ -90,7 +87,5 @@ def _folded(rows: Sequence[tuple[str, str, str]]) -> str:
     lines = []
     for label, number, detail in rows:
         lead = label.ljust(label_width) + (number.ljust(number_width) if number else "")
-        fold_width = max(width() - len(lead), 20)
-        folded = textwrap.wrap(detail, fold_width, break_long_words=False, break_on_hyphens=False) or [""]
-        lines += [(lead + folded[0]).rstrip(), *(" " * len(lead) + more for more in folded[1:])]
-    return "\n".join(lines).replace(_NO_BREAK, " ")
+        lines.append(hanging(lead, detail))
+    return "\n".join(lines)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import BestEffortStream, folded_table, is_interactive, one_line
+from tunewell.cli.render import BestEffortStream, folded_table, hanging, is_interactive, one_line
 from tunewell.cli.screens.numbers import (
     describe_method,
     format_loss,
@@ -47,9 +47,9 @@ def shown_training() -> Iterator["LivePanel | LogLines"]:
         screen.close()
         if is_live:
             for entry in screen.run.healing:
-                stream.write(f"{healing_line(entry)}\n")
+                stream.write(f"{hanging('', healing_line(entry))}\n")
             for note in screen.run.notes:
-                stream.write(f"note: {one_line(note)}\n")
+                stream.write(f"{hanging('note: ', note)}\n")
         raise
     screen.close()
 

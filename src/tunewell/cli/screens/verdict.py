@@ -16,6 +16,9 @@ _MAX_SOURCES = 8
 _MAX_NAME = 28
 _NUMBERS = 58
 """Width of two numbers with their remarks."""
+_MIN_NAME = 13
+_ONE_LINE = 60
+"""Columns from which an example's answer is one line; in fewer columns, it may take two."""
 _MIN_COLUMNS = 20
 
 
@@ -71,7 +74,7 @@ def comparison_screen(comparison: "Comparison", notes: list[str]) -> str:
         rows = [["  expected", "", change.reference]]
         rows.append([f"  {names[0]}", _mark(change.other_right), change.other or "(empty)"])
         rows.append([f"  {names[1]}", _mark(change.this_right), change.this or "(empty)"])
-        parts += ["", _short(change.question, width()), _cut_table(rows)]
+        parts += ["", _question(change.question), _cut_table(rows)]
     for title, found in (("settings", comparison.config), ("data", comparison.data)):
         parts += ["", f"{title}: no differences" if not found else f"{title}:"]
         if found:
@@ -100,7 +103,7 @@ def _metrics(report: "Report") -> str:
 
     for pair in (report.held_out, *report.by_source[:_MAX_SOURCES]):
         if pair is not None:
-            name = f"loss, {_short(pair.name, max(10, min(_MAX_NAME, width() - _NUMBERS)))}"
+            name = f"loss, {_short(pair.name, max(_MIN_NAME, min(_MAX_NAME, width() - _NUMBERS)))}"
             add(name, _number(pair.base), _number(pair.tuned), _perplexity(pair))
     if more := report.by_source[_MAX_SOURCES:]:
         add(f"{count(len(more), 'more source')}", "", "", "in the report")
@@ -136,23 +139,20 @@ def _examples(report: "Report") -> str:
         if exchange.base is not None:
             rows.append(["  base", _mark_of(exchange.base), exchange.base.text or "(empty)"])
         rows.append(["  tuned", _mark_of(exchange.tuned), exchange.tuned.text or "(empty)"])
-        blocks.append(f"{_short(exchange.question, width())}\n{_cut_table(rows)}")
+        blocks.append(f"{_question(exchange.question)}\n{_cut_table(rows)}")
     return "\n".join(blocks)
 
 
 def lined(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows of label, name and remark. A remark that does not fit next to the name is placed below it."""
+    """Align rows of label, name and remark. If one remark does not fit next to its name, all are placed below."""
     front = max(cell_width(row[0]) for row in rows) + 3
     names = max((cell_width(row[1]) for row in rows if cell_width(row[1]) <= _MAX_NAME + 4), default=0)
-    lines = []
-    for label, name, remark in rows:
-        lead = label + " " * (front - cell_width(label))
-        beside = name + " " * max(names - cell_width(name) + 3, 3) + remark
-        if not remark or front + cell_width(beside) <= width():
-            lines.append((lead + beside).rstrip() if remark else hanging(lead, name))
-        else:
-            lines += [hanging(lead, name), hanging(" " * front, remark)]
-    return "\n".join(lines)
+    leads = [label + " " * (front - cell_width(label)) for label, _, _ in rows]
+    beside = [name + " " * max(names - cell_width(name) + 3, 3) + remark for _, name, remark in rows]
+    if all(front + cell_width(text.rstrip()) <= width() for text in beside):
+        return "\n".join((lead + text).rstrip() for lead, text in zip(leads, beside, strict=True))
+    below = [f"\n{hanging(' ' * front, remark)}" if remark else "" for _, _, remark in rows]
+    return "\n".join(hanging(lead, row[1]) + text for lead, row, text in zip(leads, rows, below, strict=True))
 
 
 def _short(text: str, columns: int) -> str:
@@ -160,11 +160,16 @@ def _short(text: str, columns: int) -> str:
     return line if cell_width(line) <= columns else fitting(line, columns - 3) + "..."
 
 
+def _question(text: str) -> str:
+    return hanging("", _short(text, 2 * width() - 3))
+
+
 def _cut_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows, and truncate their last column at the width of the screen."""
+    """Align rows, and wrap their last column at the width of the screen. Long texts are truncated."""
     lead = sum(max(cell_width(row[column]) for row in rows) + 3 for column in range(2))
     columns = max(width() - lead, _MIN_COLUMNS)
-    return table([[*row[:-1], _short(row[-1], columns)] for row in rows])
+    longest = columns if columns >= _ONE_LINE else 2 * columns - 3
+    return folded_table([[*row[:-1], _short(row[-1], longest)] for row in rows])
 
 
 def _mark_of(answer: "Answer") -> str:

@@ -25,6 +25,8 @@ from tunewell.records.manifest import ANSWERS, DROPPED, SECRETS, SourceRecord, u
 _MAX_SECRET_ROWS = 1000
 _MIN_HELD_OUT = 2
 """Rows of a share that need no adjustment."""
+_PHRASE_ROWS, _PHRASE_SHARE = 20, 0.01
+"""A held-out question that is a turn of more rows than both is a phrase, such as `Hello`, and reveals no answer."""
 _TWO_64 = float(2**64)
 _COLUMNS = {
     "tokens": "<u4",
@@ -37,6 +39,8 @@ _COLUMNS = {
     "is_held_out": "?",
     "whole": "<u8",
     "question": "<u8",
+    "turn": "<u8",
+    "turn_of": "<i8",
 }
 _DIGESTS = ("whole", "question")
 
@@ -89,6 +93,10 @@ class Documents:
     tokens: npt.NDArray[np.uint32]
     supervised: npt.NDArray[np.bool_]
     is_dropped: npt.NDArray[np.bool_]
+    turn: Hashes = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    """Hashes of the other questions of conversations with several turns."""
+    turn_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The document of each of `turn`."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -113,6 +121,7 @@ class Assembly:
         self.secrets: Counter[str] = Counter()
         self.num_secret_rows = 0
         self.num_tokens = 0
+        self._num_documents = 0
         self._is_auto = config.held_out == "auto"
         self._held_out_share = 0.0 if isinstance(config.held_out, str) else config.held_out
         self._clean = config.clean
@@ -183,10 +192,13 @@ class Assembly:
             "is_held_out": held_out[keep],
             "whole": _as_numbers(block.whole)[keep],
             "question": _as_numbers(block.question)[keep],
+            "turn": _as_numbers(block.turns)[keep[block.turn_of], 0],
+            "turn_of": (self._num_documents + np.cumsum(keep) - 1)[block.turn_of][keep[block.turn_of]],
         }
         for name, values in columns.items():
             self._write(name, values)
         self.num_tokens += int(lengths.sum())
+        self._num_documents += len(lengths)
 
     def _add_secrets(self, ledger: SourceLedger, row: int, kinds: dict[str, int]) -> None:
         """Count the secrets of a row; list the row if there are not too many."""
@@ -253,7 +265,23 @@ class Assembly:
             num_rows = int((documents.is_held_out & is_used).sum())
             if not _MIN_HELD_OUT <= num_rows <= int(is_used.sum()) // 2:  # chance may choose none or all of a few rows
                 self._hold_out(documents, choose_share(questions, self._held_out_share))
+        if self._clean.answer_in_held_out == "drop":
+            self._drop_held_out_turns(documents)
         return documents
+
+    def _drop_held_out_turns(self, documents: Documents) -> None:
+        """Drop training documents in which a turn is a held-out question. Phrases that are in many rows are counted."""
+        is_used = ~documents.is_dropped
+        held_out = documents.question[:, 0][documents.is_held_out & is_used]
+        is_asked = np.isin(documents.turn, held_out) & (is_used & ~documents.is_held_out)[documents.turn_of]
+        turn, turn_of = documents.turn[is_asked], documents.turn_of[is_asked]
+        asked, num_rows = np.unique(turn, return_counts=True)
+        is_phrase = np.isin(turn, asked[num_rows > max(_PHRASE_ROWS, _PHRASE_SHARE * is_used.sum())])
+        dropped = np.unique(turn_of[~is_phrase])
+        for index in dropped.tolist():
+            self.drop_document(documents, index, "answer_in_held_out", "one of its turns is a held-out question")
+        if num_kept := len(np.setdiff1d(turn_of, dropped)):
+            self.notes["held_out_phrases"] = num_kept
 
     def _hold_out(self, documents: Documents, questions: Hashes) -> None:
         """Hold out the rows with these questions and no others, and count them in the ledger."""

@@ -31,9 +31,9 @@ from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
 if TYPE_CHECKING:
     from tunewell.data.masking.rendered import RenderedTextParser
 
-PIPELINE_VERSION = 4
+PIPELINE_VERSION = 5
 """Version of the tokenised output. Increase it when equal rows give other tokens or notes, to invalidate the cache."""
-_ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens")
+_ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens", "turns", "turn_of")
 _DETAIL_CHARS = 300
 _PAIR_FORMATS = frozenset(("prompt_completion", "question_answer", "preference", "unpaired_preference"))
 _MAY_BE_RENDERED = re.compile(r"\s*(?:[<\[\]#]|below is an |a chat between |(?:user|human):)", re.IGNORECASE)
@@ -58,6 +58,10 @@ class TokenizedBlock:
     boundary: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.uint32]
     supervised: npt.NDArray[np.bool_]
+    turns: npt.NDArray[np.uint8] = field(default_factory=lambda: _stack_digests([]))
+    """Digests of the other questions of conversations with several turns."""
+    turn_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The document of each of `turns`."""
     reasons: list[str] = field(default_factory=list[str])
     details: list[str] = field(default_factory=list[str])
     """One entry per dropped row, in order."""
@@ -365,6 +369,8 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
         boundary=encoded.boundary[keep],
         tokens=encoded.tokens[keep_token],
         supervised=encoded.supervised[keep_token],
+        turns=_stack_digests([turn for digest in digests for turn in digest.turns]),
+        turn_of=np.repeat(np.arange(len(digests)), [len(digest.turns) for digest in digests]),
         reasons=rendered.reasons,
         details=rendered.details,
         formats=dict(rendered.formats),

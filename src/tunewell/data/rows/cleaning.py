@@ -31,6 +31,8 @@ class Digests(NamedTuple):
 
     whole: bytes
     question: bytes
+    turns: list[bytes]
+    """The other questions of a conversation with several turns."""
 
 
 def clean(conversation: Conversation, options: Clean) -> Digests:
@@ -48,7 +50,7 @@ def clean(conversation: Conversation, options: Clean) -> Digests:
         _check_text(conversation.text, options)
     else:
         _check_turns(conversation, options)
-    return Digests(whole, digest_question(conversation))
+    return Digests(whole, *digest_questions(conversation))
 
 
 def _strip_thinking(conversation: Conversation) -> None:
@@ -188,18 +190,37 @@ def _leaves(value: Any) -> Iterator[str]:
             yield f"{type(node).__name__} {node!r}"
 
 
-def digest_question(conversation: Conversation) -> bytes:
-    """Return a digest of everything before the last reply, or of a plain text, ignoring case and spacing."""
+def digest_questions(conversation: Conversation) -> tuple[bytes, list[bytes]]:
+    """Return a digest of the question (everything before the last reply, or a plain text), and those of its turns.
+
+    Turns are what comes before each earlier reply, and each later user message as if it had been asked first. Case and
+    spacing are ignored.
+
+    system S, user A, assistant B, user C, assistant D    question: S A B C    turns: S A, S C
+    """
     if conversation.text is not None:
-        return hashlib.blake2b(_folded(conversation.text), digest_size=DIGEST_BYTES).digest()
+        return _digest([_folded(conversation.text)]), []
     messages = conversation.messages
     last = len(messages) - 1
     while messages[last]["role"] != "assistant":
         last -= 1
     pieces: list[bytes] = []
+    system: list[bytes] = []
+    turns: list[bytes] = []
     for message in messages[:last]:
-        data = _folded(message["content"])
-        pieces += (message["role"].encode(), b"%d:" % len(data), data)
+        role, data = message["role"], _folded(message["content"])
+        piece = role.encode() + b"%d:" % len(data) + data
+        if role == "system" and len(system) == len(pieces):
+            system.append(piece)
+        elif role == "assistant":
+            turns.append(_digest(pieces))
+        elif role == "user" and turns:
+            turns.append(_digest([*system, piece]))
+        pieces.append(piece)
+    return _digest(pieces), turns
+
+
+def _digest(pieces: list[bytes]) -> bytes:
     return hashlib.blake2b(b"".join(pieces), digest_size=DIGEST_BYTES).digest()
 
 

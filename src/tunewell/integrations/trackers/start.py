@@ -29,7 +29,7 @@ def require_trackers(names: Sequence[str], python: str | None) -> None:
         if module and importlib.util.find_spec(module) is None:
             raise UserError(
                 f"the tracker `{name}` needs the package `{package}`",
-                fix=f"pip install {package}; or name a Python that has it with `track_python` or `--python`",
+                fix=f"`pip install {package}`, or name a Python that has it with `track_python` or `--python`",
             )
 
 
