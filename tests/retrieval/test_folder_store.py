@@ -102,7 +102,7 @@ def test_clusters_find_what_an_exact_search_finds(tmp_path, monkeypatch):
     build_index([str(write_pages(tmp_path / "docs", 5))], str(tmp_path / "index"), ToyEmbedder())
     store = open_store(tmp_path / "index")
     exact = folder_store.FolderStore.search_vectors
-    monkeypatch.setattr(folder_store, "_PROBE_SHARE", 1.0)
+    monkeypatch.setattr(folder_store, "_RECALL", 1.01)  # all clusters
     folder_store._write_clusters(tmp_path / "clusters.faiss", vectors, lambda _: None)
     store._vectors = vectors
     wanted = [exact(store, vectors[number], 10) for number in range(20)]
@@ -112,6 +112,25 @@ def test_clusters_find_what_an_exact_search_finds(tmp_path, monkeypatch):
         found = store.search_vectors(vectors[number], 10)
         assert [one for one, _ in found] == [one for one, _ in wanted[number]]
         assert np.allclose([score for _, score in found], [score for _, score in wanted[number]], atol=1e-5)
+
+
+def test_a_query_reads_as_few_clusters_as_find_the_nearest_passages(tmp_path):
+    """A fixed share of the clusters found 79% of the ten nearest passages of one index, and was too many elsewhere."""
+    import faiss
+
+    rng = np.random.default_rng(1)
+    numbers = {}
+    for name, spread in (("near each other", 0.3), ("noise", 20.0)):
+        vectors = (rng.normal(size=(40, 1, 32)) + spread * rng.normal(size=(40, 50, 32))).reshape(-1, 32)
+        vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+        folder_store._write_clusters(tmp_path / "clusters.faiss", vectors, lambda _: None)
+        index = faiss.read_index(str(tmp_path / "clusters.faiss"))
+        queries = vectors[:100] + 0.5 * rng.normal(size=(100, 32)).astype(np.float32) / 32**0.5
+        exact = np.argsort(-(queries @ vectors.T), axis=1)[:, :10]
+        found = index.search(queries, 10)[1]
+        assert np.mean([np.isin(own, wanted).mean() for own, wanted in zip(found, exact, strict=True)]) > 0.95, name
+        numbers[name] = index.nprobe / index.nlist
+    assert numbers["near each other"] < 0.6 * numbers["noise"], numbers
 
 
 def test_words_and_documents_are_those_of_the_pages(index):
