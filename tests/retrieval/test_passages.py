@@ -95,6 +95,17 @@ def test_rows_of_data_are_passages_of_their_own():
     ]
 
 
+def test_rows_are_tokenized_in_parts(monkeypatch):
+    """The tokens of all rows of a large table at once do not fit in memory; the passages are the same."""
+    data = "".join(f'{{"text": "row {number} has a text"}}\n' for number in range(50)).encode()
+    whole = passages(data, reader=read_json_lines)
+    most, count = [0], ToyEmbedder.count_tokens
+    monkeypatch.setattr("tunewell.retrieval.passages._MAX_ROWS", 8)
+    monkeypatch.setattr(ToyEmbedder, "count_tokens", lambda self, t: (most.append(len(t)), count(self, t))[1])
+    assert passages(data, reader=read_json_lines) == whole and len(whole) == 50
+    assert max(most) == 8
+
+
 @pytest.mark.parametrize(
     "text", ["x" * 5000, "漢" * 3000, "- " + "y" * 3000, "|" + "z" * 2000 + "|\n|---|\n|" + "w" * 2000]
 )

@@ -14,6 +14,8 @@ from tunewell.retrieval.readers.blocks import Block
 
 _MAX_CHARS_PER_TOKEN = 32
 """Texts with more characters per token of space are split without counting; English has about four."""
+_MAX_ROWS = 1_024
+"""Rows of a table that are tokenized together: the tokens of 100,000 rows took 3 GB."""
 _MIN_TEXT_TOKENS = 32
 """Space for text that remains below a long heading path."""
 _SENTENCE = re.compile(r"(?<=[.!?。！？])[\"'”’)\]]*\s+|(?<=[。！？])")
@@ -66,6 +68,9 @@ def cut(document: Document, *, count_tokens: TokenCounter, max_tokens: int) -> I
     headings: list[tuple[int, str]] = []
     section: list[Block] = []
     for block in document.content.blocks:
+        if _is_row(block) and len(section) >= _MAX_ROWS:  # a row never shares a passage with what is before it
+            yield from _section(document, headings, section, count_tokens, max_tokens)
+            section = []
         if block.kind != "heading":
             section.append(block)
             continue
