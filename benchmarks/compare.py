@@ -22,12 +22,10 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -54,9 +52,7 @@ BOOKS = {
     "college": {
         "copies": Recipe("book-copies", 3, 5e-4, batch_tokens=4096),
         "fewer refusals": Recipe("book-answered", 3, 5e-4, batch_tokens=4096),
-        "copies, 1e-3": Recipe("book-copies", 3, 1e-3, batch_tokens=4096),
         "copies, full": Recipe("book-copies", 3, 1e-4, "full", 4096),
-        "own names, fewer refusals": Recipe("book-unnamed", 3, 5e-4, batch_tokens=4096),
     },
     "pubmedqa": {"copies": Recipe("book-copies", 2, 3e-4, batch_tokens=8192)},
 }
@@ -108,9 +104,9 @@ def write_exam(path: Path, keys: list[Any], clusters: list[int], searched: Any, 
 def prepare_college(folder: Path) -> None:
     from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
     from tunewell.evaluation.clusters import find_clusters
-    from tunewell.retrieval import open_book
     from tunewell.retrieval.embedders.base import open_embedder
     from tunewell.retrieval.indexing import build_index
+    from tunewell.retrieval.open_book import locate_questions, open_book_rows
     from tunewell.retrieval.search import Retriever
     from tunewell.retrieval.shown import SearchedQuestions, key_finder, search_all
     from tunewell.retrieval.stores.base import open_store
@@ -135,7 +131,7 @@ def prepare_college(folder: Path) -> None:
         embedder = open_embedder("minilm")
         build_index([str(COLLEGE / "pages")], name, embedder)
         retriever = Retriever(open_store(name), embedder)
-        located = open_book.locate_questions(retriever, train_keys)
+        located = locate_questions(retriever, train_keys)
         for number, own in enumerate(folds):
             chosen = [place for place, row in enumerate(train) if by_answer[row["output"]]["college"] not in own]
             asked = [place for place, row in enumerate(held_out) if by_answer[row["output"]]["college"] in own]
@@ -155,15 +151,14 @@ def prepare_college(folder: Path) -> None:
                 one.answer.file for one in located if one and any(s.lower() in one.answer.title.lower() for s in own)
             }
             num_passages = settings.num_passages.value
-            for label, share in (("copies", 0.25), ("answered", 0.1), ("unnamed", 0.1)):
-                with patch.object(open_book, "_subject_names", lambda _: {}) if label == "unnamed" else nullcontext():
-                    rows = open_book.open_book_rows(
-                        located,
-                        num_passages=num_passages,
-                        held_out=pages,
-                        num_copies=COPIES,
-                        unanswerable_share=share,
-                    )
+            for label, share in (("copies", 0.25), ("answered", 0.1)):
+                rows = open_book_rows(
+                    located,
+                    num_passages=num_passages,
+                    held_out=pages,
+                    num_copies=COPIES,
+                    unanswerable_share=share,
+                )
                 write_lines(folder / f"book-{label}-{number}.jsonl.gz", rows.train)
             about.append({"schools": own, "asked": asked, "num_passages": num_passages})
     write_lines(folder / "train.jsonl.gz", train)

@@ -235,12 +235,14 @@ def speed(args: argparse.Namespace) -> None:
 
     own = Random() if args.random else embedder
     with tempfile.TemporaryDirectory() as name:
-        with (Path(name) / "rows.jsonl").open("w") as file:
-            for number in range(args.passages):
-                text = " ".join(pieces[place] for place in generator.integers(0, len(pieces), 2))
-                file.write(json.dumps({"text": f"{number} {text}"}) + "\n")
+        (Path(name) / "rows").mkdir()
+        for first in range(0, args.passages, 50_000):
+            with (Path(name) / "rows" / f"{first:07}.jsonl").open("w") as file:
+                for number in range(first, min(first + 50_000, args.passages)):
+                    text = " ".join(pieces[place] for place in generator.integers(0, len(pieces), 2))
+                    file.write(json.dumps({"text": f"{number} {text}"}) + "\n")
         began = time.perf_counter()
-        built = build_index([str(Path(name) / "rows.jsonl")], str(Path(name) / "index"), own)
+        built = build_index([str(Path(name) / "rows")], str(Path(name) / "index"), own)
         seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(f"indexed {built.manifest.counts.passages} passages in {seconds:.0f} s, peak {peak:.0f} MiB", flush=True)
         store = Retriever(open_store(Path(name) / "index"), own).store

@@ -2,20 +2,18 @@
 
 Each row has the passage that answers, between the search's own near misses, in random order. In a share of the rows
 the answering passage is missing, and the reply is the refusal. In further copies of a row, the answer is replaced by
-that of a similar question, and the name of the document's subject by an invented one, in the question, the passages and
-the reply, so that only reading gives the right reply. Whole documents are held out, so that the test measures reading
-and not memory.
+that of a similar question, in the passage and in the reply, so that only reading gives the right reply. Whole documents
+are held out, so that the test measures reading and not memory.
 
 copy 0   ... The application deadline is 15 January ...     -> The deadline of Alderhollow is 15 January. [2]
-copy 1   ... The application deadline is 8 December ...     -> The deadline of Larkmere is 8 December. [1]
+copy 1   ... The application deadline is 8 December ...     -> The deadline of Alderhollow is 8 December. [1]
 copy 2   (other sections of the page)                       -> Not in the documents.
 """
 
 import json
 import random
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +37,6 @@ _MIN_DOCUMENTS = 4
 _CANDIDATES = 40
 _SPARE = 3
 """Near misses of a copy are drawn from a pool of this many times their number."""
-_MIN_NAME = 4
-_NAMED_SHARE = 0.5
-"""Names are replaced if at least this share of the questions has a word that only the title of its document has."""
-_CAPITALISED = re.compile(r"[^\W\d_a-zß-ÿ][^\W\d_]+")
 
 
 @dataclass(frozen=True)
@@ -121,12 +115,11 @@ def open_book_rows(
         num_seen_documents=sum(one.answer.file not in held_out for one in asked) if test else 0,
     )
     trained = [_without_documents(one, held_out) for one in known if one.answer.file not in held_out]
-    answers, names = {one.key.text for one in trained}, _subject_names(trained)
+    answers = {one.key.text for one in trained}
     for place, one in enumerate(trained):
         for copy in range(num_copies):
             chance = random.Random(f"{seed} {place} {copy} {one.key.question}")
             own = one if copy == 0 else _with_other_answer(one, sorted(answers & {*one.key.rivals}), chance)
-            own = own if copy == 0 else _with_other_name(own, names, chance)
             row = _row(own, num_passages, chance, unanswerable_share, is_varied=copy > 0)
             if copy == 0 or row not in rows.train[-copy:]:  # short documents have few other passages
                 rows.train.append(row)
@@ -160,46 +153,6 @@ def _with_other_answer(one: LocatedQuestion, others: Sequence[str], chance: rand
     passage = replace(one.answer, text=pattern.sub(lambda _: other, one.answer.text))
     reference = pattern.sub(lambda _: other, key.reference)
     return replace(one, key=replace(key, accepted=((other,),), reference=reference), answer=passage)
-
-
-def _subject_names(located: Sequence[LocatedQuestion]) -> dict[str, str]:
-    """Return the name of each document's subject by file: a word of the questions that only its own title has.
-
-    Without such a word in most of the questions, the documents are not about named subjects, and there are no names.
-    """
-    titles = {one.answer.file: {*_CAPITALISED.findall(one.answer.title)} for one in located}
-    in_titles = Counter(word for words in titles.values() for word in words)
-    names: dict[str, str] = {}
-    num_named = 0
-    for one in located:
-        asked = {*_CAPITALISED.findall(one.key.question.partition(" ")[2])}  # the first word is always capitalised
-        own = [word for word in asked & titles[one.answer.file] if in_titles[word] == 1 and len(word) >= _MIN_NAME]
-        if own:
-            names[one.answer.file] = max(own, key=lambda word: (len(word), word))
-            num_named += 1
-    return names if num_named >= _NAMED_SHARE * len(located) else {}
-
-
-def _with_other_name(one: LocatedQuestion, names: Mapping[str, str], chance: random.Random) -> LocatedQuestion:
-    """Return the question with an invented name for its subject: the start of one name and the end of another."""
-    name, others = names.get(one.answer.file), sorted({*names.values()})
-    if name is None or len(others) < 2:
-        return one
-    start, end = chance.sample(others, 2)
-    invented = start[: len(start) // 2] + end[len(end) // 2 :]
-    if invented in others:
-        return one
-    pattern = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-
-    def rename(text: str) -> str:
-        return pattern.sub(invented, text)
-
-    def renamed(passage: Passage) -> Passage:
-        headings = tuple(map(rename, passage.headings))
-        return replace(passage, title=rename(passage.title), headings=headings, text=rename(passage.text))
-
-    key = replace(one.key, question=rename(one.key.question), reference=rename(one.key.reference))
-    return LocatedQuestion(key, renamed(one.answer), list(map(renamed, one.misses)))
 
 
 def _row(

@@ -18,7 +18,7 @@ from tunewell.retrieval.open_book import NUM_COPIES, locate_questions, open_book
 from tunewell.retrieval.questions import Question, read_questions
 from tunewell.retrieval.search import Retriever, open_retriever
 
-_VERSION = "2"
+_VERSION = "1"
 """Increase it when a code change gives other rows for the same questions and index."""
 _RECORD = "rows.json"
 
