@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py predict --minutes 6      memory held and seconds of whole runs, with accelerate's estimate
     python benchmarks/plan.py border                   12 cases at 0.9 to 1.1 of the border of 12, 24 and 40 GB, 1.1B
-    python benchmarks/plan.py batch                    the chosen micro-batch against a full sweep, 23M and 1.1B
+    python benchmarks/plan.py batch                    the chosen micro-batch against a full sweep: 23M, 1.1B; CPU: 135M
     python benchmarks/plan.py ladder                   every change that `plan` offers for 16 GB, trained for 20 steps
     python benchmarks/plan.py cpu                      six configurations on a CPU: 135M and two tiny models
     python benchmarks/plan.py predict border batch ladder --smoke       do the scripts run? A tiny model on any CPU
@@ -370,15 +370,13 @@ def _tokens_for(base: Any, known: Any, wanted: float, context: int) -> int:
 BORDER_HEADER = ["limit", "of the border", "tokens at once", "predicted GB", "allocated GB", "said", "did", ""]
 
 
-def batch(
-    work: Work, *, is_smoke: bool, models: tuple[str, ...] = ("23m", "1.1b")
-) -> tuple[list[list[str]], list[str]]:
+def batch(work: Work, *, is_smoke: bool) -> tuple[list[list[str]], list[str]]:
     """Compare the size that `plan` chooses with a longer sweep over all sizes."""
     from tunewell.training.probe import measure_size
 
     rows, verdicts = [], []
-    for model in ("smoke",) if is_smoke else models:
-        tokens = 2_048 if is_smoke else 32_768
+    for model in ("smoke",) if is_smoke else ("135m",) if work.is_on_cpu else ("23m", "1.1b"):
+        tokens = 2_048 if is_smoke or work.is_on_cpu else 32_768
         case = Case(f"batch {model}", model, (f"train.batch_tokens={tokens}", "train.compile=off"))
         project = work.project(case)
         line = [*tunewell_command(), "plan", "--json", *(f"--set={text}" for text in (*SHARED, *case.sets))]
@@ -386,8 +384,8 @@ def batch(
         chosen = plan["micro_batch_tokens"]
         tried = [entry["tokens"] for entry in plan["micro_batches"]]
         run, _, _ = build_in_process(work, case, micro_tokens=chosen)
-        sizes = sorted({chosen, *tried, 2_048, 4_096, 8_192, 16_384, 32_768} if not is_smoke else {chosen, *tried, 512})
-        found = {size: measure_size(run, size, "off", 8) for size in sizes}
+        others = [tokens >> shift for shift in range(5)] if not work.is_on_cpu else [tokens, tokens // 2, tokens // 4]
+        found = {size: measure_size(run, size, "off", 8) for size in sorted({chosen, *tried, *others})}
         rates = {size: own["rate"] for size, own in found.items() if own}
         losses = [own["loss"] for own in found.values() if own]
         best, constant = max(rates.values()), rates.get(16_384, 0.0)

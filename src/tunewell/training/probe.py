@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from tunewell.core.errors import UserError
@@ -167,6 +168,9 @@ def _take_largest(run: Run, micro_tokens: int, *, known_tokens: int) -> dict[str
     """
     epoch_steps = len(run.order.steps_of_epoch(0))
     group, tokens = _largest_group(run, micro_tokens, spread_evenly(epoch_steps, 64).tolist())
+    lengths = run.order.lengths
+    if int(lengths.max()) > tokens:  # alone in its micro-batch, and in none of the sampled steps
+        group, tokens = np.flatnonzero(lengths == lengths.max())[:1], int(lengths.max())
     device = run.learner.device
     if tokens > 1.02 * known_tokens and (device.type != "cuda" or run.plan.compile.value == "off"):
         run.learner.take_step([make_batch(run.documents, group)], number=0, rate=0.0).read()
