@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from workloads import workload
 
@@ -115,3 +116,26 @@ def test_a_run_that_ends_before_its_layers_are_compiled_uses_half_the_micro_batc
     assert not prediction.is_compiled
     assert prediction.seconds.phases["steps"] == pytest.approx(30.3, rel=0.15)  # measured on an H200
     assert prediction.memory.peak_bytes < 12 * GiB
+
+
+def test_no_answer_of_a_verdict_is_predicted_to_be_longer_than_its_limit() -> None:
+    """The tuned model was predicted to write answers of 8,000 tokens, but a verdict stops at 512."""
+    known = MeasuredSpeed(eager_step=0.1, forward_token=1e-9, answer_token=0.1, num_answers=8)
+    phases = []
+    for length, answer_tokens in ((512, 512), (8_000, 512), (8_000, "auto")):
+        rules = {"questions": 8, "answer_tokens": answer_tokens}
+        work = workload("1.1b", verdict=rules)
+        work = replace(work, held_out_lengths=np.full(64, length), supervised_share=1.0)
+        phases.append(compute_speed(work, 1e11, measured=known).phases["verdict"])
+    assert phases == pytest.approx([phases[0]] * 3, rel=0.01)
+
+
+def test_more_answers_at_once_take_less_than_as_many_alone() -> None:
+    """Eight answers took 1.65 times as long as two. The prediction must not depend on how many were measured."""
+    work = workload("1.1b", verdict={"questions": 32, "answer_tokens": 64})
+    work = replace(work, held_out_lengths=np.full(64, 100))
+    seconds = []
+    for number, token in ((2, 0.109), (8, 0.180)):
+        known = MeasuredSpeed(eager_step=0.1, forward_token=1e-9, answer_token=token, num_answers=number)
+        seconds.append(compute_speed(work, 1e11, measured=known).phases["verdict"])
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.02)
