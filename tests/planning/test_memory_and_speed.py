@@ -1,13 +1,14 @@
 """Computed memory and time, compared with the rows of `benchmarks/RESULTS.md` and with what must hold."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from workloads import workload
 
 from tunewell.hardware.facts import DeviceFacts
-from tunewell.planning.forecast import Measured, predict
+from tunewell.planning.forecast import Measured, _everyday_tokens, predict
 from tunewell.planning.memory import CONTEXT_BYTES, compute_memory
 from tunewell.planning.speed import MeasuredSpeed, compute_speed
 
@@ -139,3 +140,14 @@ def test_more_answers_at_once_take_less_than_as_many_alone() -> None:
         known = MeasuredSpeed(eager_step=0.1, forward_token=1e-9, answer_token=token, num_answers=number)
         seconds.append(compute_speed(work, 1e11, measured=known).phases["verdict"])
     assert seconds[0] == pytest.approx(seconds[1], rel=0.02)
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(49_152, 3_300), (260, 11_829)])
+def test_compressed_rows_do_not_make_the_everyday_text_longer(vocab_size: int, expected: int) -> None:
+    """A `.gz` file has about as many bytes as tokens, which is true of plain text only with one token per byte."""
+    manifest = SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab_size=vocab_size),
+        sources=[SimpleNamespace(bytes=25_000)],
+        splits={"train": SimpleNamespace(tokens=25_000)},
+    )
+    assert _everyday_tokens(SimpleNamespace(manifest=manifest)) == expected
