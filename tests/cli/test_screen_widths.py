@@ -4,12 +4,16 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tunewell.cli.commands.inspect import _bracketed
+from tunewell.cli.commands.push import _screen as push_screen
 from tunewell.cli.main import COMMANDS, main
-from tunewell.cli.render import cell_width, emit_error, folded_table, hanging
+from tunewell.cli.options import train_command
+from tunewell.cli.render import cell_width, emit_error, ending, folded_table, hanging
 from tunewell.core.errors import UserError
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -110,6 +114,32 @@ def test_a_command_that_fits_only_with_a_small_indent_is_indented_less(monkeypat
     monkeypatch.setenv("COLUMNS", "60")
     command = f"`tunewell chat {'m' * 42}`"
     assert hanging("next: ", f"{command} or wait") == f"next:\n  {command}\n      or wait"
+    assert hanging("      ", f"{command} or wait") == f"  {command}\n      or wait", "no blank line before it"
+
+
+def test_a_document_has_no_blank_lines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line break after a nearly full line was printed twice."""
+    monkeypatch.setenv("COLUMNS", "60")
+    prompt = "user\nWhat is the capital of France, and of all of Germany?\nassistant\n"
+    tokens = [SimpleNamespace(text=prompt, is_supervised=False), SimpleNamespace(text="Paris", is_supervised=True)]
+    assert _bracketed(SimpleNamespace(tokens=tokens)) == prompt.replace("\n", "⏎\n") + "[Paris]"
+
+
+def test_the_end_of_a_name_fits_its_columns() -> None:
+    assert ending("a" * 30, 16) == "..." + "a" * 13
+    assert cell_width(ending("東京" * 20, 16)) <= 16
+
+
+def test_the_files_of_a_push_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    files = {f"gguf/{'long-name-' * 6}.q4_k_m.gguf": 123_456_789, "README.md": 1_200}
+    pushed = SimpleNamespace(files=files, notes=[], pushed=None, folder="out", to="s3://bucket/name")
+    assert not _too_wide(push_screen(pushed), 60)
+
+
+def test_the_next_command_has_the_options_of_this_one() -> None:
+    shown = train_command(Path("a b.yaml"), model="M", data=["r.jsonl"], sets=["seed=1"], offline=True)
+    assert shown == "tunewell train --config 'a b.yaml' --model M --data r.jsonl --set seed=1 --offline"
 
 
 def test_a_number_stays_with_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:

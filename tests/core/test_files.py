@@ -16,6 +16,7 @@ from tunewell.core.files import (
     require_disk_space,
     sha256_file,
     sha256_text,
+    short_path,
     stable_json,
     sync_tree,
     write_atomic,
@@ -168,3 +169,13 @@ def test_other_faults_of_the_disk_stay_what_they_are(tmp_path):
     """A broken disk is not a full one, and freeing room would not help."""
     with pytest.raises(OSError, match="broken"), disk_full_as_user_error(tmp_path, lambda: 1 << 20):
         raise OSError(errno.EIO, "broken")
+
+
+def test_a_path_is_shortened_only_if_it_stays_the_same_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "model", "elsewhere/deep", "elsewhere/model"):
+        Path(folder).mkdir(parents=True)
+    Path("link").symlink_to("elsewhere/deep")
+    assert short_path(Path("run/../model")) == Path("model")
+    assert short_path(Path("link/../model")) == Path("link/../model"), "that is `elsewhere/model`"
+    assert short_path(Path("missing/../model")) == Path("missing/../model")

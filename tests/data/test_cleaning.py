@@ -195,6 +195,13 @@ def test_each_turn_is_a_question_as_if_it_had_been_asked_first(system):
     assert digest_questions(talk(*system, *turns[:2]))[1] == []
 
 
+def test_a_question_that_a_row_repeats_is_one_turn():
+    """Otherwise, a single row with `next` 25 times would make `next` a phrase that is in many rows."""
+    again = [("user", "next"), ("assistant", "b")]
+    turns = digest_questions(talk(*again * 25))[1]
+    assert len(turns) == len(set(turns)) and turns[0] == digest_question(asked("next", "x"))
+
+
 def test_very_deep_tools_need_no_recursion():
     """Nesting is limited when rows are read; a function of the user's may still make more."""
     deep: list = []

@@ -8,8 +8,17 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from tunewell.export.proof import tensors
 from tunewell.export.proof.checks import compare_logits
-from tunewell.export.proof.tensors import Compared, Sketch, as_arrays, check_tensors, from_arrays, sketch
+from tunewell.export.proof.tensors import (
+    Compared,
+    Sketch,
+    as_arrays,
+    check_tensors,
+    compare_weights,
+    from_arrays,
+    sketch,
+)
 from tunewell.records.parity import Check
 
 draw = torch.Generator().manual_seed(0)
@@ -136,3 +145,14 @@ def test_a_near_tie_is_one_in_the_reference_and_not_in_what_was_found() -> None:
     found = compare_logits([wanted], [close], tie=0.05)
     assert (found.same_top, found.near_ties, found.wrong_tops) == (0.0, 4, 0)
     assert compare_logits([wanted], [far], tie=0.05).wrong_tops == 4
+
+
+def test_tensors_keep_their_names_on_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests allow one thread, so an order that depends on which thread ends first would show only on other machines."""
+    weights = {f"{index}.weight": torch.randn(8 * (9 - index), 64, generator=draw) for index in range(8)}
+    trained = {name: sketch(weight) for name, weight in weights.items()}
+    before = torch.get_num_threads()
+    monkeypatch.setattr(tensors, "useful_threads", lambda: [1, 4])
+    pairs = list(compare_weights(weights, trained, "F32"))
+    assert [pair.name for pair in pairs] == list(weights) and torch.get_num_threads() == before
+    assert all(np.array_equal(pair.found.rows, trained[pair.name].rows) for pair in pairs)

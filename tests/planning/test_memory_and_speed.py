@@ -1,12 +1,14 @@
 """Computed memory and time, compared with the rows of `benchmarks/RESULTS.md` and with what must hold."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from workloads import workload
 
 from tunewell.hardware.facts import DeviceFacts
-from tunewell.planning.forecast import Measured, predict
+from tunewell.planning.forecast import Measured, _everyday_tokens, predict
 from tunewell.planning.memory import CONTEXT_BYTES, compute_memory
 from tunewell.planning.speed import MeasuredSpeed, compute_speed
 
@@ -115,3 +117,37 @@ def test_a_run_that_ends_before_its_layers_are_compiled_uses_half_the_micro_batc
     assert not prediction.is_compiled
     assert prediction.seconds.phases["steps"] == pytest.approx(30.3, rel=0.15)  # measured on an H200
     assert prediction.memory.peak_bytes < 12 * GiB
+
+
+def test_no_answer_of_a_verdict_is_predicted_to_be_longer_than_its_limit() -> None:
+    """The tuned model was predicted to write answers of 8,000 tokens, but a verdict stops at 512."""
+    known = MeasuredSpeed(eager_step=0.1, forward_token=1e-9, answer_token=0.1, num_answers=8)
+    phases = []
+    for length, answer_tokens in ((512, 512), (8_000, 512), (8_000, "auto")):
+        rules = {"questions": 8, "answer_tokens": answer_tokens}
+        work = workload("1.1b", verdict=rules)
+        work = replace(work, held_out_lengths=np.full(64, length), supervised_share=1.0)
+        phases.append(compute_speed(work, 1e11, measured=known).phases["verdict"])
+    assert phases == pytest.approx([phases[0]] * 3, rel=0.01)
+
+
+def test_more_answers_at_once_take_less_than_as_many_alone() -> None:
+    """Eight answers took 1.65 times as long as two. The prediction must not depend on how many were measured."""
+    work = workload("1.1b", verdict={"questions": 32, "answer_tokens": 64})
+    work = replace(work, held_out_lengths=np.full(64, 100))
+    seconds = []
+    for number, token in ((2, 0.109), (8, 0.180)):
+        known = MeasuredSpeed(eager_step=0.1, forward_token=1e-9, answer_token=token, num_answers=number)
+        seconds.append(compute_speed(work, 1e11, measured=known).phases["verdict"])
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.02)
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(49_152, 3_300), (260, 11_829)])
+def test_compressed_rows_do_not_make_the_everyday_text_longer(vocab_size: int, expected: int) -> None:
+    """A `.gz` file has about as many bytes as tokens, which is true of plain text only with one token per byte."""
+    manifest = SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab_size=vocab_size),
+        sources=[SimpleNamespace(bytes=25_000)],
+        splits={"train": SimpleNamespace(tokens=25_000)},
+    )
+    assert _everyday_tokens(SimpleNamespace(manifest=manifest)) == expected

@@ -464,6 +464,14 @@ def test_a_row_of_several_turns_with_a_held_out_question_is_dropped(tiny_model, 
     assert kept.manifest.dropped == {}
 
 
+def test_a_greeting_in_most_of_few_rows_is_a_phrase(tiny_model, tmp_path):
+    """Otherwise, no row is left to train on."""
+    rows = write_rows(tmp_path / "rows.jsonl", [_talk(0, 1000 + number) for number in range(6)])
+    result = prepare_in(tmp_path, tiny_model, rows, f"data.held_out={rows_file(tmp_path / 'held.jsonl', 1)}")
+    assert (result.manifest.documents, result.manifest.dropped) == (6, {})
+    assert result.manifest.notes == {"held_out_phrases": 6}
+
+
 def test_no_turn_is_a_question_that_was_held_out_by_its_hash(tiny_model, tmp_path):
     rows = write_rows(
         tmp_path / "rows.jsonl", [*map(row, range(60)), *(_talk(number, 1000 + number) for number in range(60))]

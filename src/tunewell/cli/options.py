@@ -50,12 +50,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def train_command(
-    config: Path | None = None, *, model: str | None = None, data: Sequence[str] = (), sets: Sequence[str] = ()
+    config: Path | None = None,
+    *,
+    model: str | None = None,
+    data: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    offline: bool = False,
 ) -> str:
     """Return the `tunewell train` command with the same options as this command."""
     given = {"--config": [config] if config else [], "--model": [model] if model else [], "--data": data, "--set": sets}
     options = [str(part) for name, values in given.items() for value in values for part in (name, value)]
-    return shlex.join(["tunewell", "train", *options])
+    return shlex.join(["tunewell", "train", *options, *(["--offline"] if offline else [])])
 
 
 def with_offline(sets: list[str] | None, is_offline: bool) -> list[str]:

@@ -136,11 +136,13 @@ def hanging(lead: str, text: str) -> str:
         while cell_width(lines[-1]) > fold_width and not _COMMAND.match(lines[-1]):
             head = fitting(lines[-1], fold_width)
             lines[-1:] = [head, lines[-1][len(head) :]]
-    first, *others = (
-        f"\n  {line}" if fold_width < cell_width(line) <= width() - 2 and indent > 2 else line for line in lines
-    )
-    start = lead.rstrip() if first.startswith("\n") else lead
-    return (start + first + "".join(o if o.startswith("\n") else f"\n{' ' * indent}{o}" for o in others)).rstrip()
+    shown = lead
+    for number, line in enumerate(lines):
+        if indent > 2 and fold_width < cell_width(line) <= width() - 2:
+            shown = f"{shown.rstrip()}\n  {line}".lstrip("\n")
+        else:
+            shown += f"\n{' ' * indent}{line}" if number else line
+    return shown.rstrip()
 
 
 def _words(text: str, fold_width: int) -> Iterator[str]:
@@ -166,7 +168,7 @@ def fitting(text: str, columns: int) -> str:
 
 def ending(text: str, columns: int) -> str:
     """Return a path or a name without its start if it is longer than `columns`."""
-    return text if len(text) <= columns else f"...{text[len(text) - columns + 3 :]}"
+    return text if cell_width(text) <= columns else f"...{fitting(text[::-1], columns - 3)[::-1]}"
 
 
 def cell_width(text: str) -> int:

@@ -26,7 +26,7 @@ from tunewell.config.yaml_reader import (
     read_yaml,
 )
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.core.files import is_url
+from tunewell.core.files import is_url, short_path
 from tunewell.core.units import count
 
 # Set values from the command line in the config tree and rebase relative paths.
@@ -154,10 +154,7 @@ class LoadedConfig:
     def seen(self, name: str) -> str:
         """Return the resolved path of a local model; return any other name unchanged."""
         path = self.path(name)
-        if not path.exists():
-            return name
-        short = Path(os.path.normpath(path))  # `model`, not `run/../model`, unless `run` is a link
-        return str(short if short.exists() and short.samefile(path) else path)
+        return str(short_path(path)) if path.exists() else name
 
 
 def as_sets(**values: str | Path | None) -> list[str]:

@@ -31,6 +31,12 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def short_path(path: Path) -> Path:
+    """Return a path without `..` inside: `model` for `run/../model`, unless a link makes that another place."""
+    short = Path(os.path.normpath(path))
+    return short if path.exists() and short.exists() and short.samefile(path) else path
+
+
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:

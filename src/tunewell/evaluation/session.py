@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import os
 import shlex
 import tempfile
 import time
@@ -19,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
+from tunewell.core.files import short_path
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Split
@@ -347,16 +347,10 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}
         found["max_steps"] = ref.plan.config.get("train", {}).get("max_steps")
-        found["corpus"] = _short_path(ref.corpus or ref.plan.corpus)
+        found["corpus"] = str(short_path(Path(ref.corpus or ref.plan.corpus)))
     if counts is not None:
         found["num_rows"] = counts.documents + counts.held_out
     return found
-
-
-def _short_path(path: str | Path) -> str:
-    """Return a path without `..` inside, unless a symbolic link makes that another place."""
-    short = Path(os.path.normpath(path))
-    return str(short if short.exists() and short.samefile(path) else path)
 
 
 def _answer_tokens(rules: VerdictRules, longest: int) -> Chosen[int]:

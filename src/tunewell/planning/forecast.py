@@ -19,7 +19,7 @@ from tunewell.records.prediction import DiskPrediction, MemoryPrediction, Predic
 _SPREAD = {"cuda": 0.18, "mps": 0.3, "cpu": 0.18}
 """Relative uncertainty of the computed memory, by device."""
 _MEASURED_SPREAD = 0.06
-_EVERYDAY_BYTES = 11_829
+_EVERYDAY_BYTES, _LARGE_VOCABULARY = 11_829, 16_384
 _MARGIN = 0.02
 """Share of the free memory that must remain for a run that is said to fit."""
 
@@ -73,8 +73,10 @@ def workload_of(
 
 
 def _everyday_tokens(corpus: Corpus) -> int:
-    """Estimate the tokens of the everyday text from those of the rows: few tokenizers have one for each byte."""
+    """Estimate the tokens of the everyday text. A small vocabulary needs up to one for each byte, as for the rows."""
     manifest = corpus.manifest
+    if manifest.tokenizer.vocab_size >= _LARGE_VOCABULARY:
+        return EVERYDAY_TOKENS  # the rows can be compressed, or in a language with more tokens per byte
     size = sum(source.bytes for source in manifest.sources)
     share = sum(split.tokens for split in manifest.splits.values()) / size if size else 0.0
     return int(min(max(EVERYDAY_TOKENS, share * _EVERYDAY_BYTES), _EVERYDAY_BYTES))

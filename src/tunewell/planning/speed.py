@@ -50,8 +50,8 @@ _DEQUANTISED_WEIGHTS = 6e7
 """Weights of a quantised GGUF file that are dequantised in a second: 135M took 2.2 s."""
 _EVALUATION_SHARE = 0.1
 _MIN_EVALUATION_SECONDS = 5.0
-_BATCH_SHARE = 0.45
-"""Share of the time of a token that grows with the number of answers on a CPU: 135M took 109 ms for 2, 180 for 8."""
+_ANSWER_COST = 0.14
+"""Time that each answer adds to a token, as a share of the fixed time, on a CPU: 135M took 109 ms for 2, 180 for 8."""
 _VERDICT_SECONDS = 1.0
 """Questions, keys and report of a verdict."""
 _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 32, 512
@@ -286,7 +286,7 @@ def _answer_seconds(work: Workload, rates: Rates, *, questions: int, tokens: flo
     num_batches = math.ceil(questions / at_once)
     weights = 2.0 * (work.shape.num_active_weights + work.shape.num_table_weights)
     if known.answer_token:
-        per_token = known.answer_token * (1 + _BATCH_SHARE * (at_once / known.num_answers - 1))
+        per_token = known.answer_token * (1 + _ANSWER_COST * at_once) / (1 + _ANSWER_COST * known.num_answers)
     elif work.device.kind == "cpu":
         per_token = max(_CPU_DECODE_SECONDS, 2 * weights / _CPU_BANDWIDTH + at_once * weights / rates.flops)
     else:
@@ -332,8 +332,10 @@ def _verdict_seconds(work: Workload, rates: Rates, known: MeasuredSpeed) -> floa
     questions = min(rules.questions, len(lengths))
     # All are answered together, so the longest answer counts. The base model often does not stop before the limit.
     longest = float(np.quantile(lengths, questions / (questions + 1))) * work.supervised_share
-    limits = [longest, min(max(1.5 * longest, _MIN_ANSWER_TOKENS), _MAX_ANSWER_TOKENS)]
-    if rules.answer_tokens != "auto":
-        limits = [min(longest, rules.answer_tokens), rules.answer_tokens]
-    answers = [_answer_seconds(work, rates, questions=questions, tokens=limit, known=known) for limit in limits]
+    limit = min(max(1.5 * longest, _MIN_ANSWER_TOKENS), _MAX_ANSWER_TOKENS)
+    limit = limit if rules.answer_tokens == "auto" else rules.answer_tokens
+    answers = [
+        _answer_seconds(work, rates, questions=questions, tokens=tokens, known=known)
+        for tokens in (min(longest, limit), limit)
+    ]
     return _VERDICT_SECONDS + _forward_seconds(work, rates, loss_tokens, known) + sum(answers)

@@ -81,7 +81,7 @@ def command(
         emit(json_text(inspection.as_json()))
     else:
         rows = [path] if path and not inspection.is_corpus and loaded.file is None else []
-        train = train_command(config, model=model, data=rows, sets=set_ or ())
+        train = train_command(config, model=model, data=rows, sets=set_ or (), offline=offline)
         _screen(inspection, console(), as_list=tokens, has_details=details, train=train)
 
 
@@ -220,7 +220,7 @@ def _bracketed(view: "DocumentView") -> str:
             bodies = [text.rstrip("\n") for text in texts]
             pieces += [f"[{body}]{text[len(body) :]}" for text, body in zip(texts, bodies, strict=True)]
         else:
-            pieces += re.findall(rf"\s*\S{{1,{width() // 2}}}|\s+", "".join(texts))
+            pieces += re.findall(rf"\n|[^\S\n]*\S{{1,{width() // 2}}}|[^\S\n]+", "".join(texts))
     text, column = "", 0
     for piece in pieces:
         is_full = column and column + cell_width(piece.strip("\n")) > width()

@@ -74,7 +74,8 @@ def command(
     else:
         from tunewell.cli.screens.plan import plan_screen
 
-        emit(plan_screen(result, train=train_command(config, model=model, data=data or (), sets=set_ or ())))
+        train = train_command(config, model=model, data=data or (), sets=set_ or (), offline=offline)
+        emit(plan_screen(result, train=train))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 

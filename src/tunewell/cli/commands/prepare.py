@@ -49,7 +49,7 @@ def command(
     with shown_progress() as progress:
         result = prepare(loaded, progress=progress)
     sets = [*(set_ or ()), *([f"corpus={out}"] if out else [])]
-    train = train_command(config, model=model, data=data or (), sets=sets)
+    train = train_command(config, model=model, data=data or (), sets=sets, offline=offline)
     emit(json_text(result.as_json()) if json else screen(result, has_details=details, train=train))
 
 

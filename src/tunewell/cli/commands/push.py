@@ -7,11 +7,14 @@ import typer
 
 from tunewell.cli.options import AsJson, ConfigFile, Sets
 from tunewell.cli.progress import shown_progress
-from tunewell.cli.render import emit, hanging, json_text, table
+from tunewell.cli.render import emit, ending, hanging, json_text, table, width
 from tunewell.core.units import count, size_bytes
 
 if TYPE_CHECKING:
     from tunewell.workflows.push import PushResult
+
+_SIZE_COLUMNS = 13
+"""Columns of `117.7 MiB` and the gap before it."""
 
 
 def command(
@@ -40,18 +43,21 @@ def command(
 
 
 def _screen(result: "PushResult") -> str:
-    rows = [(name, size_bytes(size)) for name, size in sorted(result.files.items(), key=lambda item: -item[1])]
+    files = sorted(result.files.items(), key=lambda item: -item[1])
+    rows = [(ending(name, width() - _SIZE_COLUMNS), size_bytes(size)) for name, size in files]
     lines = [table(rows, right=(1,))]
     lines += [hanging("note: ", note) for note in result.notes]
-    files = count(len(result.files), "file")
+    number = count(len(result.files), "file")
     if result.pushed is None:
         lines.append(
-            hanging("wrote ", f"`{result.folder}`: {files} that would be pushed to `{result.to}`; nothing was uploaded")
+            hanging(
+                "wrote ", f"`{result.folder}`: {number} that would be pushed to `{result.to}`; nothing was uploaded"
+            )
         )
         return "\n".join(lines)
     kept = f", {result.pushed.num_kept} were there already" if result.pushed.num_kept else ""
     uploaded = f"{size_bytes(result.pushed.num_bytes)} uploaded{kept}"
-    lines.append(hanging("pushed ", f"{files} to `{result.pushed.address}` ({uploaded})"))
+    lines.append(hanging("pushed ", f"{number} to `{result.pushed.address}` ({uploaded})"))
     if not result.to.startswith("hf://") and "proof.json" in result.files:
         lines.append(hanging("next: ", f"`tunewell verify {result.to}` downloads and verifies it"))
     return "\n".join(lines)

@@ -25,8 +25,9 @@ from tunewell.records.manifest import ANSWERS, DROPPED, SECRETS, SourceRecord, u
 _MAX_SECRET_ROWS = 1000
 _MIN_HELD_OUT = 2
 """Rows of a share that need no adjustment."""
-_PHRASE_ROWS, _PHRASE_SHARE = 20, 0.01
-"""A held-out question that is a turn of more rows than both is a phrase, such as `Hello`, and reveals no answer."""
+_PHRASE_ROWS, _PHRASE_SHARE, _MOST = 20, 0.01, 0.5
+"""A held-out question that is a turn of more rows than the first two, or of most rows, is a phrase, such as `Hello`,
+and reveals no answer."""
 _TWO_64 = float(2**64)
 _COLUMNS = {
     "tokens": "<u4",
@@ -276,7 +277,9 @@ class Assembly:
         is_asked = np.isin(documents.turn, held_out) & (is_used & ~documents.is_held_out)[documents.turn_of]
         turn, turn_of = documents.turn[is_asked], documents.turn_of[is_asked]
         asked, num_rows = np.unique(turn, return_counts=True)
-        is_phrase = np.isin(turn, asked[num_rows > max(_PHRASE_ROWS, _PHRASE_SHARE * is_used.sum())])
+        num_used = int(is_used.sum())
+        limit = min(max(_PHRASE_ROWS, _PHRASE_SHARE * num_used), _MOST * num_used)
+        is_phrase = np.isin(turn, asked[num_rows > limit])
         dropped = np.unique(turn_of[~is_phrase])
         for index in dropped.tolist():
             self.drop_document(documents, index, "answer_in_held_out", "one of its turns is a held-out question")

@@ -217,7 +217,7 @@ def digest_questions(conversation: Conversation) -> tuple[bytes, list[bytes]]:
         elif role == "user" and turns:
             turns.append(_digest([*system, piece]))
         pieces.append(piece)
-    return _digest(pieces), turns
+    return _digest(pieces), list(dict.fromkeys(turns))  # a row that repeats a question counts once
 
 
 def _digest(pieces: list[bytes]) -> bytes:

@@ -63,7 +63,7 @@ _PYTHON_TYPES = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"})
 
 
 def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
-    """Read a file with the `gguf` package, load it in llama.cpp, and compare it with the trained model."""
+    """Compare a file with the trained model: its metadata, every tensor, and what llama.cpp computes with it."""
     path, proof, reference = context.folder / artefact.path, context.proof, context.reference
     file_checks = []
     window = None

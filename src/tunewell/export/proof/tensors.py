@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.export.proof.checks import bounds
-from tunewell.hardware.device import torch_threads
-from tunewell.hardware.facts import num_cores
+from tunewell.hardware.device import torch_threads, useful_threads
 from tunewell.methods.base import AdapterLayer, adapter_layers
 from tunewell.records.parity import Check
 
@@ -86,7 +85,7 @@ def sketch(tensor: Tensor, direction: Rows | None = None, *, rounding: Rounding 
 
 def map_tensors(compute: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """Yield the result of each item in order, computed on all cores with one torch thread each."""
-    with torch_threads(1), ThreadPoolExecutor(num_cores()) as pool:
+    with torch_threads(1), ThreadPoolExecutor(max(useful_threads())) as pool:
         yield from pool.map(torch.no_grad()(compute), items)
 
 

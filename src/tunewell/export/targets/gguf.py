@@ -97,7 +97,7 @@ class GgufTarget(ExportTarget):
         return artefacts
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
-        """Read the file with the `gguf` package, load it in llama.cpp, and compare it with the trained model."""
+        """Compare a file with the trained model: its metadata, every tensor, and what llama.cpp computes with it."""
         return prove_gguf(artefact, context)
 
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep:

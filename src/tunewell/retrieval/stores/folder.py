@@ -41,6 +41,8 @@ EXACT_PASSAGES = 50_000
 _SCAN_ROWS = 16_384
 _RECALL, _NEAREST, _MEASURED_QUERIES = 0.98, 10, 64
 """A query reads as many clusters as find 98% of the ten nearest passages, measured on 64 queries."""
+_MIN_PROBED, _OLD_PROBE_SHARE = 2, 0.06
+"""Indexes of earlier versions have faiss's default of one cluster, and are searched as those versions did."""
 _DATA = "data-"
 _STAGED = ".staged-"
 _LOCK = ".lock"
@@ -215,6 +217,8 @@ class FolderStore:
             # Mapped without copies. The lists of `IO_FLAG_MMAP` take 2.2 to 4 times as long (100,000 passages).
             mapped = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
             self._clusters = faiss.read_index(str(self._data / "clusters.faiss"), mapped)
+            if self._clusters.nprobe < _MIN_PROBED:
+                self._clusters.nprobe = max(8, int(self._clusters.nlist * _OLD_PROBE_SHARE))
         return self._clusters
 
 
@@ -275,7 +279,7 @@ def _choose_num_probed(index: Any, vectors: np.ndarray) -> None:
     queries = chosen + noise / np.linalg.norm(noise, axis=1, keepdims=True)
     index.nprobe = index.nlist
     exact = index.search(queries, _NEAREST)[1]
-    for number in sorted({max(1, round(index.nlist * 2 ** (-half / 2))) for half in range(20)}):
+    for number in sorted({max(_MIN_PROBED, round(index.nlist * 2 ** (-half / 2))) for half in range(20)}):
         index.nprobe = number
         found = index.search(queries, _NEAREST)[1]
         if np.mean([np.isin(own, wanted).mean() for own, wanted in zip(found, exact, strict=True)]) >= _RECALL:
