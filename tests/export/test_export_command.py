@@ -305,7 +305,8 @@ def test_a_verdict_is_given_where_it_cannot_be_kept(out: Path, monkeypatch: pyte
     monkeypatch.setattr("tunewell.workflows.verify.write_record", full)
     assert main(["verify", str(out)]) == 0
     said = capsys.readouterr()
-    assert "PROVEN" in said.out and "parity.json` could not be" in said.out
+    whole = "".join(said.out.split())  # where a line is folded depends on the length of the temporary path
+    assert "PROVEN" in said.out and "parity.json`couldnotbe" in whole
     assert main(["verify", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_ok"]
 
