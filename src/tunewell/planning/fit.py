@@ -148,7 +148,7 @@ class Planner:
             outlook = self.changed(changes, context=context)
             if outlook is None:
                 continue
-            if outlook.prediction.memory.peak_bytes >= self.outlook.prediction.memory.peak_bytes:
+            if outlook.prediction.memory.needed_bytes >= self.outlook.prediction.memory.needed_bytes:
                 continue
             own = dict(changes)
             if outlook.work.micro_tokens < outlook.work.plan.micro_batch_tokens.value or not changes:

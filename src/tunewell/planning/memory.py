@@ -67,17 +67,13 @@ class Memory:
 
     parts: dict[str, int]
     phases: dict[str, int]
-    reserve_bytes: int
-    """Memory that the allocator holds but does not use, included in the phases."""
+    needed_bytes: int
+    """The peak without memory that the allocator holds but does not use, and without weights copied to save time."""
     host_bytes: int | None = None
 
     @property
     def peak_bytes(self) -> int:
         return max(self.phases.values())
-
-    @property
-    def needed_bytes(self) -> int:
-        return self.peak_bytes - self.reserve_bytes
 
 
 def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
@@ -119,6 +115,12 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         phases["verdict"] = max(phases["verdict"], phases["steps"] + again)
     if work.config.evaluate.samples:
         phases["generation"] = held + fixed["optimizer"] + generation + min(reserve, _RESERVE_BYTES)
+    largest = max(phases, key=lambda name: phases[name])
+    needed = phases[largest] - (reserve if largest == "steps" else 0)
+    copies = _copied_weight_bytes(work, held)
+    for name, own in (("generation", fixed["optimizer"] + generation), ("verdict", answers)):
+        if name in phases and (generation if name == "generation" else answers):
+            phases[name] = max(phases[name], held + own + copies + min(reserve, _RESERVE_BYTES))
     parts = {
         **fixed,
         "activations": activations,
@@ -128,13 +130,27 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         base_name: base,
         "reserve": reserve,
         "evaluation": evaluation,
-        "generation": generation,
+        "generation": generation + (copies if generation else 0),
     }
-    return Memory(parts, phases, reserve if max(phases, key=lambda name: phases[name]) == "steps" else 0, _host(work))
+    return Memory(parts, phases, needed, _host(work))
 
 
 def _master_bytes(work: Workload) -> int:
     return 2 if not work.is_adapter and work.config.train.masters == "bf16" else 4
+
+
+def _num_quantized(work: Workload) -> int:
+    """Return the number of weights in quantised layers."""
+    keep = work.plan.quantized.keep if work.plan.quantized else []
+    return sum(own.num_weights for own in work.shape.linears if own.name not in keep)
+
+
+def _copied_weight_bytes(work: Workload, held: int) -> int:
+    """Return the dequantised weights that are kept while answers are generated, as in `methods/base.py`."""
+    if work.quantization == "none" or work.device.free_bytes is None:
+        return 0
+    size = _num_quantized(work) * work.compute_bytes
+    return size if 2 * size <= work.device.free_bytes - held else 0
 
 
 def _weight_bytes(work: Workload) -> int:
@@ -147,8 +163,7 @@ def _weight_bytes(work: Workload) -> int:
         return plain * work.compute_bytes + 4 * trained
     # int8: a byte, and a scale per row. NF4: half a byte, and a quantised scale for each block of 64.
     size = 1.0 + 4 / shape.hidden_size if work.quantization == "int8" else 0.5 + 1 / 64 + 4 / (64 * 256)
-    keep = work.plan.quantized.keep if work.plan.quantized else []
-    quantized = sum(own.num_weights for own in shape.linears if own.name not in keep)
+    quantized = _num_quantized(work)
     return int(quantized * size) + (plain - quantized) * work.compute_bytes + 4 * trained
 
 

@@ -246,7 +246,7 @@ def _read_cache(key: str) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         if (folder := cache_folder("probes")) is not None:
             found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) and "warm_up" in found.get("eager", {}) else None
+            return found if isinstance(found, dict) and "warm_up" in (found.get("eager") or {}) else None
     return None
 
 

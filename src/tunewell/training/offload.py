@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tunewell.training.pinned_memory import PinnedMemory
+
 
 class Offloader:
     """Runs decoder layers without keeping their activations. `enable` sets it up for a model."""
@@ -22,7 +24,8 @@ class Offloader:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._inputs: list[weakref.ref[_Input]] = []
         """Inputs in the order of the forward pass. Those of a graph that was freed are dead."""
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._pinned = PinnedMemory()
+        """All copies from and to it are on one stream, so those of the next micro-batch come after the last ones."""
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @classmethod
@@ -43,8 +46,9 @@ class Offloader:
         saved = _Input(hidden.detach(), hidden.requires_grad)
         self._inputs = [own for own in self._inputs if own() is not None] + [weakref.ref(saved)]
         if self._stream is not None:
-            free = self._free.setdefault((hidden.shape, hidden.dtype), [])
-            saved.host = free.pop() if free else torch.empty_like(hidden, device="cpu", pin_memory=True)
+            if len(self._inputs) == 1:
+                self._pinned.reset()
+            saved.host = self._pinned.empty_like(hidden)
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 saved.host.copy_(hidden.detach(), non_blocking=True)
@@ -59,10 +63,7 @@ class Offloader:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             saved.device_copy.record_stream(torch.cuda.current_stream())
-        hidden, saved.device_copy = saved.device_copy, None
-        if saved.host is not None:
-            self._free[(saved.host.shape, saved.host.dtype)].append(saved.host)
-            saved.host = None
+        hidden, saved.device_copy, saved.host = saved.device_copy, None, None
         while self._inputs and self._inputs.pop()() is not saved:
             pass
         before = self._inputs[-1]() if self._inputs else None

@@ -2,7 +2,6 @@
 
 import json
 import math
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,9 +19,8 @@ from tunewell.records.checkpoint import (
 )
 from tunewell.records.events import plain, with_numbers
 from tunewell.training.find_checkpoints import Saved
+from tunewell.training.pinned_memory import PinnedMemory
 
-_ALIGNMENT = 64
-_BLOCK_BYTES = 256 << 20
 _SMALL_BYTES = 64 << 10
 
 
@@ -38,42 +36,6 @@ class State:
     progress: dict[str, Any] = field(default_factory=dict)
     """JSON values: step, best loss and its step, evaluations since then, left-out documents, loss scale."""
     identity: dict[str, Any] = field(default_factory=dict)
-
-
-class PinnedMemory:
-    """Pinned host memory that every save uses again: pinning was measured at 7 GiB/s, copying into it at 50 GiB/s.
-
-    Ordinary memory is pinned, once all threads have touched it: torch's pinned memory takes three times as long, and
-    its sizes are rounded up to powers of two.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._free: list[Tensor] = []
-
-    def reset(self) -> None:
-        """Make all blocks free again. The tensors of the previous save must no longer be in use."""
-        self._free = list(self._blocks)
-
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return an uninitialised contiguous tensor in pinned memory, with the shape and dtype of another."""
-        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        while self._free and len(self._free[0]) < size:
-            self._free.pop(0)
-        if not self._free:
-            self._free = [_pinned(max(_BLOCK_BYTES, size))]
-            self._blocks += self._free
-        taken, self._free[0] = self._free[0][: tensor.nbytes], self._free[0][size:]
-        return taken.view(tensor.dtype).view(tensor.shape)
-
-
-def _pinned(num_bytes: int) -> Tensor:
-    cuda: Any = torch.cuda.cudart()
-    memory = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
-    if int(cuda.cudaHostRegister(memory.data_ptr(), num_bytes, 0)):  # the system limits pinned memory, or lacks it
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
-    return memory
 
 
 class Snapshot:
