@@ -37,7 +37,7 @@ from tunewell.records.checkpoint import (
     write_manifest,
 )
 from tunewell.training.find_checkpoints import Saved, find_best, find_newest, newest_best_step
-from tunewell.training.pinned_memory import PinnedMemory
+from tunewell.training.memory import PinnedMemory
 from tunewell.training.saved_checkpoints import Snapshot, State, load_state, safetensors_parts
 
 _LIBRARIES = ("torch", "safetensors")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunewell.training.pinned_memory import PinnedMemory
+from tunewell.training.memory import PinnedMemory
 
 
 class Offloader:

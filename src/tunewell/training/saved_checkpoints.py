@@ -19,7 +19,7 @@ from tunewell.records.checkpoint import (
 )
 from tunewell.records.events import plain, with_numbers
 from tunewell.training.find_checkpoints import Saved
-from tunewell.training.pinned_memory import PinnedMemory
+from tunewell.training.memory import PinnedMemory
 
 _SMALL_BYTES = 64 << 10
 
