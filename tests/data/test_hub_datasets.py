@@ -125,6 +125,7 @@ def run(folder: Path, model: Path, path: str, *extra: str, code: int = 0) -> str
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_split_of_a_data_set_is_prepared_and_its_commit_recorded(hub, tiny_model, tmp_path):
     run(tmp_path / "a", tiny_model, "hf://datasets/team/carded")
     manifest = read_manifest(tmp_path / "a" / "corpus")

@@ -729,6 +729,7 @@ print(len(items), getattr(items[0], "reason", "ok") if items else "none", grown)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt", "rows.jsonl.gz", "rows.jsonl.zst"])
 def test_a_file_of_one_endless_line_is_passed_over_in_little_memory(name, tmp_path):
     """A 100 MB line stands for one of any size: what is held is a block, not the line."""

@@ -24,6 +24,8 @@ from tunewell.export.ollama.layout import go_string
 from tunewell.export.ollama.probes import GROUPS, SPACES, awkward_conversation, awkward_text, random_sequence
 from tunewell.export.ollama.template import GoTemplate, derive_go_template
 
+pytestmark = pytest.mark.long
+
 PROGRAM = Path(__file__).parent / "go" / "render.go"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -124,6 +124,7 @@ def found(folder: Path) -> tuple[int, int]:
     return newest.step, best.step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [5, 4])
 def test_kill_9_at_every_write_flush_move_and_removal_of_a_save(server, start, tmp_path, step):
     """The one before or the new one, each whole, with nothing left over; also when a step is saved again."""
@@ -178,6 +179,7 @@ def test_every_file_is_flushed_before_the_manifest_and_everything_before_the_mov
     ]
 
 
+@pytest.mark.long
 def test_ended_at_any_touch_of_the_disk_the_next_run_saves_as_if_nothing_was(start, tmp_path):
     """The same without processes: here the next run goes on, saves the same step and has to end with the same files."""
     shutil.copytree(start, tmp_path / "undisturbed")

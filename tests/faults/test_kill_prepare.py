@@ -152,6 +152,7 @@ def moments(step, seen):
             yield from range(late - step + 1, late)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("has_old", "step"),
     [(True, 4), (False, 4), *(pytest.param(old, 1, marks=pytest.mark.faults) for old in (True, False))],

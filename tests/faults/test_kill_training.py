@@ -23,6 +23,8 @@ from tunewell.training.engine import train
 from tunewell.training.events import StepTaken
 from tunewell.training.run import resume
 
+pytestmark = pytest.mark.long
+
 STEPS = 28
 # 23 documents in steps of 2 are 12 steps an epoch, so 28 steps are over two epochs; dropout is on.
 PLANS: dict[int, dict[str, Any]] = {

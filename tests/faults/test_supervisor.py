@@ -292,6 +292,7 @@ def alone(folder: Path, script: str, *, stopped_seconds: float = 5.0, **how: Any
     return subprocess.Popen([sys.executable, "-c", ALONE, str(folder), str(stopped_seconds)], **how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["SIGTSTP", "SIGSTOP"])
 def test_a_pause_is_no_hang(tmp_path: Path, kind: str) -> None:
     """Ctrl-Z stops the supervisor, which stops the run; docker and schedulers stop both."""
@@ -417,6 +418,7 @@ def project(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -99,6 +99,7 @@ def wait_for(is_true: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_live_run_is_followed_through_a_rewind_and_a_kill(run: FakeRun) -> None:
     """Each step is sent once, NaN stays NaN, repeated steps are a new segment, and a killed tracker catches up."""
     run.steps(1, 5)
@@ -125,6 +126,7 @@ def test_a_live_run_is_followed_through_a_rewind_and_a_kill(run: FakeRun) -> Non
     assert run.rows()[0]["settings"]["train.learning_rate"] == 0.1
 
 
+@pytest.mark.long
 def test_a_server_that_is_down_gets_everything_later(run: FakeRun, tmp_path: Path) -> None:
     """While it refuses, nothing is lost; when it answers, each step arrives once."""
     down = tmp_path / "down"
@@ -164,6 +166,7 @@ def test_older_runs_are_sent_by_the_command(
         assert main(["track", *words]) == 2
 
 
+@pytest.mark.long
 def test_two_followers_do_not_send_a_run_twice(run: FakeRun) -> None:
     """The second finds the lock of the first."""
     run.steps(1, 2)

@@ -26,6 +26,8 @@ from tunewell.storage.store import RemoteStore
 from tunewell.workflows.push import push
 from tunewell.workflows.verify import verify
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory) -> list[Path]:

@@ -121,6 +121,7 @@ def _tensors(run: Run) -> dict[str, torch.Tensor]:
     return _state(run.learner)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "masters"), [(name, "fp32") for name in OPTIMIZERS] + [("galore 8-bit", "bf16")])
 def test_a_resumed_run_is_the_run_never_stopped(tmp_path: Path, name: str, masters: str) -> None:
     straight = _run(tmp_path / "run", name, masters=masters)

@@ -62,6 +62,7 @@ def test_the_command_prints_the_promised_keys_and_imports_no_torch(project: Path
     assert payload["micro_batch_tokens"] > 0 and payload["ladder"] == []
 
 
+@pytest.mark.long
 def test_real_steps_predict_what_the_run_then_needs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child takes steps of the real engine, leaves nothing but the cache, and `train` uses what it measured."""
     # A run and its child both import torch, so most of the memory is equal; the steps decide the rest.

@@ -283,6 +283,7 @@ def test_a_run_from_before_there_were_fingerprints_goes_on(project: Path) -> Non
     assert resumed.returncode == 0 and "changed on resume" not in resumed.stderr, resumed.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow)],
@@ -394,6 +395,7 @@ def test_a_change_of_something_that_is_not_there_cannot_be_allowed(project: Path
     assert not (project / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not cpu_facts().has_bf16, reason="bf16 is refused on a CPU without bf16 units")
 def test_full_training_with_bf16_masters_from_the_command_line(project: Path) -> None:
     """Checkpoints are half as large, load as a model, and are not resumed with other masters."""
@@ -419,6 +421,7 @@ def _lora_identity() -> dict[str, Any]:
     return identity_of(plan.model_copy(update={"method": Chosen(value="lora", because="a test")}), Config(), "weights")
 
 
+@pytest.mark.long
 def test_two_processes_train_one_run(project: Path) -> None:
     """As `torchrun` starts them: the same losses as one process has, and one run folder."""
     assert _train(project, "--out", "alone").returncode == 0
@@ -498,6 +501,7 @@ def test_nothing_to_train_on_is_said_and_leaves_nothing_behind(tmp_path: Path, m
     assert "tunewell init" in str(refused.value.fix) and not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_two_runs_in_one_folder_are_kept_apart(project: Path) -> None:
     longer = ("train.max_steps=40", "evaluate.samples=0")
     first = Command(*_arguments(sets=longer), cwd=project)

@@ -96,6 +96,8 @@ def predict(
     if measured is not None:
         peak, needed = _corrected(largest, measured, memory, is_compiled=speed.is_compiled)
         spread = _MEASURED_SPREAD
+    copied = max(0, memory.with_copies_bytes - peak)
+    peak += copied
     free = work.device.free_bytes
     basis = [measured.because if measured else _architecture(work), *speed.basis]
     prediction = Prediction(
@@ -110,6 +112,7 @@ def predict(
             parts=memory.parts,
             phases=memory.phases,
             host_bytes=memory.host_bytes,
+            copied_bytes=copied,
         ),
         seconds=TimePrediction(
             low=round(speed.seconds * (1 - speed.spread), 1),
@@ -126,18 +129,14 @@ def predict(
 
 def _corrected(work: Workload, measured: Measured, memory: Memory, *, is_compiled: bool) -> tuple[int, int]:
     """Return peak and needed bytes: those of the real steps, and the computed difference to the whole run."""
-    sampled = compute_memory(work.with_micro_tokens(measured.micro_tokens), is_compiled=measured.is_compiled)
     is_like_run = work.largest_micro_batch <= measured.micro_tokens <= work.micro_tokens
     if measured.is_compiled == is_compiled and is_like_run:
-        sampled = memory
-    steps, verdict = memory.phases["steps"], memory.phases["verdict"]
-    peak = measured.peak_bytes + steps - sampled.phases["steps"]
-    needed = measured.needed_bytes + memory.needed_bytes - sampled.needed_bytes
-    if work.device.kind == "cpu":  # freed memory stays in the process, so what the verdict needs is added
-        later = max(0, verdict - steps)
-        return max(peak + later, 0), max(needed + later, 0)
-    others = max(size for name, size in memory.phases.items() if name != "steps")
-    return max(peak, others), max(needed, 0)
+        # On a CPU, the verdict after the steps needs more.
+        later = max(0, memory.phases["verdict"] - memory.phases["steps"]) if work.device.kind == "cpu" else 0
+        return measured.peak_bytes + later, measured.needed_bytes + later
+    sampled = compute_memory(work.with_micro_tokens(measured.micro_tokens), is_compiled=measured.is_compiled)
+    peak = measured.peak_bytes + memory.peak_bytes - sampled.peak_bytes
+    return max(peak, 0), max(measured.needed_bytes + memory.needed_bytes - sampled.needed_bytes, 0)
 
 
 def _architecture(work: Workload) -> str:

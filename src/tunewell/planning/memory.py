@@ -35,6 +35,7 @@ _COMPILED_RESERVE_BYTES = int(2.2 * GiB)
 _RESERVE_BYTES = 200 * MiB
 """Memory that torch's allocator holds but does not use: a share of the activations and a constant. With compiled
 layers, 2.4 GiB were not used at 1.1B (activations of 13 GiB) and at 8B (49 GiB)."""
+_PINNED_BYTES = 256 * MiB
 _CPU_RESERVE_SHARE = 0.06
 _CPU_BLOCK = 192
 _CPU_MAX_KEYS = 512
@@ -67,13 +68,19 @@ class Memory:
 
     parts: dict[str, int]
     phases: dict[str, int]
-    needed_bytes: int
-    """The peak without memory that the allocator holds but does not use, and without weights copied to save time."""
+    reserve_bytes: int
+    """Memory that the allocator holds but does not use, included in the phases."""
     host_bytes: int | None = None
+    with_copies_bytes: int = 0
+    """What is held while answers are generated with dequantised weights; 0 if they are not kept. Not in the phases."""
 
     @property
     def peak_bytes(self) -> int:
         return max(self.phases.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.peak_bytes - self.reserve_bytes
 
 
 def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
@@ -115,12 +122,6 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         phases["verdict"] = max(phases["verdict"], phases["steps"] + again)
     if work.config.evaluate.samples:
         phases["generation"] = held + fixed["optimizer"] + generation + min(reserve, _RESERVE_BYTES)
-    largest = max(phases, key=lambda name: phases[name])
-    needed = phases[largest] - (reserve if largest == "steps" else 0)
-    copies = _copied_weight_bytes(work, held)
-    for name, own in (("generation", fixed["optimizer"] + generation), ("verdict", answers)):
-        if name in phases and (generation if name == "generation" else answers):
-            phases[name] = max(phases[name], held + own + copies + min(reserve, _RESERVE_BYTES))
     parts = {
         **fixed,
         "activations": activations,
@@ -130,9 +131,12 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         base_name: base,
         "reserve": reserve,
         "evaluation": evaluation,
-        "generation": generation + (copies if generation else 0),
+        "generation": generation,
     }
-    return Memory(parts, phases, needed, _host(work))
+    if copies := _copied_weight_bytes(work, held):
+        copies += held + max(fixed["optimizer"] + generation, answers) + min(reserve, _RESERVE_BYTES)
+    reserve = reserve if max(phases, key=lambda name: phases[name]) == "steps" else 0
+    return Memory(parts, phases, reserve, _host(work), copies)
 
 
 def _master_bytes(work: Workload) -> int:
@@ -146,11 +150,16 @@ def _num_quantized(work: Workload) -> int:
 
 
 def _copied_weight_bytes(work: Workload, held: int) -> int:
-    """Return the dequantised weights that are kept while answers are generated, as in `methods/base.py`."""
-    if work.quantization == "none" or work.device.free_bytes is None:
+    """Return the dequantised weights that a GPU keeps while answers are generated, as in `methods/base.py`."""
+    config, free = work.config, work.device.free_bytes
+    has_answers = config.evaluate.samples or (config.verdict.after_training and config.verdict.questions)
+    # Without prompts, all tokens are supervised, and there is nothing to answer.
+    if not has_answers or not len(work.held_out_lengths) or work.supervised_share >= 1:
+        return 0
+    if work.quantization == "none" or work.device.kind == "cpu" or free is None:
         return 0
     size = _num_quantized(work) * work.compute_bytes
-    return size if 2 * size <= work.device.free_bytes - held else 0
+    return size if 2 * size <= free - held else 0
 
 
 def _weight_bytes(work: Workload) -> int:
@@ -298,7 +307,10 @@ def _host(work: Workload) -> int | None:
     if _is_quantized_here(plan):
         total += work.shape.num_weights * 2
     if work.config.train.recompute == "offload":
-        total += work.shape.num_layers * work.largest_micro_batch * work.shape.hidden_size * work.compute_bytes
+        size = work.largest_micro_batch * work.shape.hidden_size * work.compute_bytes
+        # Blocks of pinned memory, as in `training/memory.py`; no input is divided between two.
+        block = -(-size // _PINNED_BYTES) * _PINNED_BYTES
+        total += -(-work.shape.num_layers // (block // size)) * block
     return total
 
 

@@ -9,9 +9,9 @@ class MemoryPrediction(Record):
     """Memory of the training process: on a GPU what it holds on the card, on a CPU its resident set."""
 
     peak_bytes: int
-    """The maximum over all phases, with memory that the allocator holds but does not use."""
+    """The maximum over all phases, with memory that the allocator holds but does not use, and with `copied_bytes`."""
     needed_bytes: int
-    """The same without that memory: with less, the run is out of memory."""
+    """The same without both: with less, the run is out of memory."""
     low_bytes: int
     high_bytes: int
     """The range in which `peak_bytes` is expected."""
@@ -22,6 +22,13 @@ class MemoryPrediction(Record):
     """The peak of each phase."""
     host_bytes: int | None = None
     """Main memory of a run on a GPU; None if it is small."""
+    copied_bytes: int = 0
+    """What dequantised weights add to the peak while answers are generated. They are kept only if enough is free."""
+
+    @property
+    def lean_bytes(self) -> int:
+        """The peak without dequantised weights."""
+        return self.peak_bytes - self.copied_bytes
 
 
 class TimePrediction(Record):

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +149,8 @@ def _pinned(num_bytes: int) -> Tensor:
     cuda: Any = torch.cuda.cudart()
     memory = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
     if int(cuda.cudaHostRegister(memory.data_ptr(), num_bytes, 0)):  # the system limits pinned memory, or lacks it
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # raises what the failed call left behind; else the next kernel would
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

@@ -26,6 +26,7 @@ class Offloader:
         """Inputs in the order of the forward pass. Those of a graph that was freed are dead."""
         self._pinned = PinnedMemory()
         """All copies from and to it are on one stream, so those of the next micro-batch come after the last ones."""
+        self._in_main_memory: weakref.WeakSet[_Input] = weakref.WeakSet()
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @classmethod
@@ -46,9 +47,10 @@ class Offloader:
         saved = _Input(hidden.detach(), hidden.requires_grad)
         self._inputs = [own for own in self._inputs if own() is not None] + [weakref.ref(saved)]
         if self._stream is not None:
-            if len(self._inputs) == 1:
+            if not self._in_main_memory:
                 self._pinned.reset()
             saved.host = self._pinned.empty_like(hidden)
+            self._in_main_memory.add(saved)
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 saved.host.copy_(hidden.detach(), non_blocking=True)
@@ -64,6 +66,7 @@ class Offloader:
             torch.cuda.current_stream().wait_stream(self._stream)
             saved.device_copy.record_stream(torch.cuda.current_stream())
         hidden, saved.device_copy, saved.host = saved.device_copy, None, None
+        self._in_main_memory.discard(saved)
         while self._inputs and self._inputs.pop()() is not saved:
             pass
         before = self._inputs[-1]() if self._inputs else None

@@ -43,12 +43,12 @@ def _verdict(result: "PlanResult") -> list[str]:
     memory = result.prediction.memory
     spread = f"{size_bytes(memory.low_bytes)} to {size_bytes(memory.high_bytes)}"
     free = "an unknown amount" if memory.free_bytes is None else size_bytes(memory.free_bytes)
-    return [
-        hanging(
-            "FITS  " if result.fits else "DOES NOT FIT  ",
-            f"needs {size_bytes(memory.peak_bytes)} of memory ({spread}); {free} free on {result.device.label}",
-        )
-    ]
+    needs = f"needs {size_bytes(memory.lean_bytes)} of memory"
+    if memory.copied_bytes:
+        needs += f", and holds {size_bytes(memory.peak_bytes)} ({spread}) while it generates answers"
+    else:
+        needs += f" ({spread})"
+    return [hanging("FITS  " if result.fits else "DOES NOT FIT  ", f"{needs}; {free} free on {result.device.label}")]
 
 
 def _rows(result: "PlanResult") -> list[list[str]]:
@@ -107,7 +107,7 @@ def _ladder(result: "PlanResult") -> list[str]:
             [
                 str(number),
                 "yes" if rung.prediction.fits else "no",
-                size_bytes(rung.prediction.memory.peak_bytes),
+                size_bytes(rung.prediction.memory.lean_bytes),
                 f"{duration(seconds.low)} to {duration(seconds.high)}",
                 rung.name,
             ]
@@ -136,7 +136,7 @@ def cards_table(result: "PlanResult") -> str:
             rows.append([*head, "no", "cannot run this config", ""])
             continue
         seconds = row.prediction.seconds
-        cells = [size_bytes(row.prediction.memory.peak_bytes), f"{duration(seconds.low)} to {duration(seconds.high)}"]
+        cells = [size_bytes(row.prediction.memory.lean_bytes), f"{duration(seconds.low)} to {duration(seconds.high)}"]
         if not row.prediction.fits:
             cells[1] = "-"
         cost = [] if not has_prices else [f"{row.cost:,.2f}" if row.cost is not None and row.prediction.fits else "-"]
