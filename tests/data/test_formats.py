@@ -376,6 +376,7 @@ def first_reply(row):
 """
 
 
+@pytest.mark.long
 @pytest.mark.shared
 @pytest.mark.parametrize(
     ("name", "function", "batch", "num_rows", "expected"),

@@ -385,6 +385,7 @@ def test_a_file_that_is_named_may_be_a_link(tmp_path):
     assert len(find_files("in/link.jsonl", base=tmp_path)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.txt.gz", "rows.json.gz"])
 @pytest.mark.parametrize("blank", [b"\n", b" \r\n", "\n".encode("utf-16-le")], ids=["LF", "CRLF", "UTF-16"])
 def test_megabytes_of_blank_lines_are_refused(tmp_path, name, blank):

@@ -85,6 +85,7 @@ def test_a_toy_optimizer_trains_and_resumes(tiny_model: Path) -> None:
     assert state["all/num_updates"] == 5, "the state went through the checkpoint"
 
 
+@pytest.mark.long
 def test_a_toy_tracker_follows_a_run_and_a_hanging_one_costs_no_step(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

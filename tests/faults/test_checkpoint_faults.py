@@ -232,6 +232,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(start, share):
     assert found(start) == (8, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("places", [[(os, "mkdir")], [(os, "fsync")], [(os, "rename")]], ids=lambda p: p[0][1])
 def test_a_folder_that_cannot_be_written_is_tried_three_times_and_told_once(start, number, places, monkeypatch):

@@ -95,6 +95,7 @@ def told(row: int, fault: str, seed: int, run: Run, ending: Ending, **figures: A
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("row", "fault"),
@@ -122,6 +123,7 @@ def test_out_of_memory_changes_nothing_but_the_cut(
     assert_sound(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_document_that_fits_only_with_its_layers_computed_twice(
     tmp_path: Path, record_property: Any, seed: int
@@ -133,6 +135,7 @@ def test_a_document_that_fits_only_with_its_layers_computed_twice(
     assert not run.learner.model.is_gradient_checkpointing, "the next steps do without"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_out_of_memory_within_a_layer_that_is_computed_twice(tmp_path: Path, record_property: Any, seed: int) -> None:
     """What the half-finished layer has set up must not meet the next try; torch 2.11 keeps it while the error lives."""
@@ -313,6 +316,7 @@ def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> N
     assert_sound(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "at", [pytest.param(5, marks=pytest.mark.faults), 11, pytest.param(17, marks=pytest.mark.faults)]
 )
@@ -384,6 +388,7 @@ def test_a_bad_document_among_single_ones_whose_losses_differ_is_found(tmp_path:
     assert set(run.healing.quarantine) == {7}
 
 
+@pytest.mark.long
 def test_a_loss_that_leaves_late_goes_back_to_where_it_was_low(tmp_path: Path) -> None:
     """Though two checkpoints were saved since: the one before the lowest loss is kept."""
     plan = {"num_steps": 90, "save_every": 4, "evaluate_every": 90, "learning_rate": 1e-3}
@@ -513,6 +518,7 @@ def test_memorised_rows_are_overfitting_and_not_divergence(tmp_path: Path) -> No
     assert {entry.name for entry in treated(tmp_path / "run")} == {"overfitting"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_held_out", [True, False])
 def test_a_loss_that_stays_flat_is_named_at_the_end(tmp_path: Path, has_held_out: bool) -> None:
     plan = PLAN | {"learning_rate": 1e-9, "batch_documents": 23, "num_steps": 36}

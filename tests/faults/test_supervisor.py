@@ -100,6 +100,7 @@ def test_an_end_of_its_own_is_an_end(watched: Any, tmp_path: Path, code: int) ->
     assert (tmp_path / "starts").read_text() == "x" and not (tmp_path / "healing.jsonl").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "name", "words"),
     [

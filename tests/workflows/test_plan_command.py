@@ -106,6 +106,7 @@ def test_a_measuring_process_that_dies_leaves_the_computed_plan(
     assert not list((project / "cache").rglob("*.json"))
 
 
+@pytest.mark.long
 def test_a_plan_that_is_terminated_leaves_nothing(project: Path) -> None:
     """The measuring process went on for minutes, and its folder stayed in the temporary folder."""
     script = (

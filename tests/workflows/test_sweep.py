@@ -123,6 +123,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(
     assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["result"]["best"] == found.best.name  # pyright: ignore
 
 
+@pytest.mark.long
 def test_halving_stops_the_worse_half_early(project: Path, tmp_path: Path) -> None:
     """The best of four runs is found with fewer steps, and its losses are those of a run without pauses."""
     found = swept(project, tmp_path / "sweep", "train.learning_rate=1e-6,1e-5,3e-3,1e-2", tries=4)

@@ -82,6 +82,7 @@ def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
     assert "first step" not in done.stdout and "step 1/6" in done.stderr.replace("  ", " ")
 
 
+@pytest.mark.long
 def test_a_rate_that_makes_the_model_worse_does_not_end_as_if_all_were_well(project: Path) -> None:
     """Six steps at a rate of 1.0 raised the held-out loss from 6.2 to 12.5, and the run called that memorising."""
     sets = ("train.learning_rate=1.0", "evaluate.every_steps=1")
@@ -230,6 +231,7 @@ def test_a_refused_command_does_not_cost_the_folder(project: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "name"),
     [("train.learning_rate=1e-3", "learning_rate"), ("seed=5", "seed"), ("train.batch_documents=3", "batch_documents")],
@@ -252,6 +254,7 @@ def test_a_resume_on_other_rows_is_refused_and_they_are_named(project: Path) -> 
     assert "rows.jsonl row 41" in refused.stderr
 
 
+@pytest.mark.long
 def test_a_resume_on_other_weights_is_refused_and_on_the_same_ones_elsewhere_goes_on(project: Path) -> None:
     """An adapter is worth nothing on weights it was not trained on; a path alone does not tell."""
     assert _train(project, "--out", "first", sets=("train.max_steps=2",)).returncode == 0
@@ -360,6 +363,7 @@ def test_the_library_takes_a_mapping_and_its_run_can_be_gone_on_with(
     assert resumed.returncode == 0 and "resumed after step 2" in resumed.stderr, resumed.stderr
 
 
+@pytest.mark.long
 def test_a_run_without_a_config_goes_on_by_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said by flags the first time need not be said again: the run has it."""
     (project / "tunewell.yaml").rename(project / "aside.yaml")
