@@ -117,6 +117,14 @@ def test_of_two_sets_the_later_counts():
     assert load("", "seed=1", "seed=2").config.seed == 2
 
 
+def test_a_folder_may_have_a_number_as_its_name():
+    """`prepare --out 2026` suggested `train --set corpus=2026`, which was refused; so is `--set run=7` in a loop."""
+    config = load("corpus: 2026\n", "run=7").config
+    assert (config.corpus, config.run) == ("2026", "7")
+    with pytest.raises(UserError, match="`run` must be text"):
+        load("", "run=true")
+
+
 def test_set_reaches_every_place():
     """`--set` is the way to every key, also inside a list, also with the names of other tools."""
     text = "data:\n  sources: a.jsonl#500\n"
@@ -277,7 +285,7 @@ def test_all_mistakes_of_a_file_are_told_together_in_its_order():
     lines = [
         "seed: x",
         "modl: a",
-        "corpus: 5",
+        "corpus: true",
         "packing: {long_documents: cut}",
         "train: {epochs: a}",
         "method: {rank: 0}",
