@@ -50,11 +50,6 @@ class PackedShard:
     def name(self) -> str:
         return self.file.name
 
-    @classmethod
-    def find(cls, path: str, *, base: Path, options: SourceOptions) -> list["PackedShard"]:
-        """Not used: `find_old_shards` returns the shards of a folder."""
-        raise NotImplementedError
-
     def open(self) -> BinaryIO:
         return self.file.open()
 

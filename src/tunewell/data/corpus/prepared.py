@@ -25,7 +25,7 @@ from tunewell.data.corpus.reader import Corpus, Split, open_corpus
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
 from tunewell.data.masking.masker import Masker
 from tunewell.data.rows.cleaning import DIGEST_BYTES
-from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, is_url
+from tunewell.data.sources.base import TOKENIZED, SourceFile, is_url
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.records.manifest import FORMAT, MANIFEST
 
@@ -51,11 +51,6 @@ class PreparedPart:
     corpus: Corpus
     number: int
     name: str
-
-    @classmethod
-    def find(cls, path: str, *, base: Path, options: SourceOptions) -> list["PreparedPart"]:
-        """Not used: `find_prepared` returns the parts of a corpus."""
-        raise NotImplementedError
 
     def open(self) -> BinaryIO:
         raise UserError(f"`{self.name}` is part of a corpus, not a file of rows")

@@ -45,14 +45,6 @@ class Source(Protocol):
         """The name in ledgers, documents and errors, with the file extension. It is the same on every machine."""
         ...
 
-    @classmethod
-    def find(cls, path: str, *, base: Path, options: SourceOptions) -> Sequence["Source"]:
-        """Return the files of a path, folder or pattern in a stable order; raise UserError if there are no files.
-
-        Relative paths are resolved from `base`, the folder of the config.
-        """
-        ...
-
     def open(self) -> BinaryIO:
         """Open the file for reading; the stream must be seekable for Parquet and Arrow files."""
         ...
@@ -63,6 +55,18 @@ class Source(Protocol):
 
     def stamp(self) -> str:
         """Return a text that changes when the file is modified: a time, a version or an ETag."""
+        ...
+
+
+class StoredSource(Source, Protocol):
+    """A class of `SOURCES`: a source that finds the files of a path."""
+
+    @classmethod
+    def find(cls, path: str, *, base: Path, options: SourceOptions) -> Sequence["Source"]:
+        """Return the files of a path, folder or pattern in a stable order; raise UserError if there are no files.
+
+        Relative paths are resolved from `base`, the folder of the config.
+        """
         ...
 
 
@@ -185,7 +189,7 @@ def find_files(path: str, *, base: Path, options: SourceOptions = _DEFAULTS) -> 
             f"cannot read `{path}`: `{scheme}://` is not a known data source",
             fix=f"copy the file to this machine and give its path; known: {known}",
         )
-    source_class: type[Source] = SOURCES.load(scheme)
+    source_class: type[StoredSource] = SOURCES.load(scheme)
     return [_source_file(source) for source in source_class.find(path, base=base, options=options)]
 
 
