@@ -94,6 +94,7 @@ def test_the_version_is_told(capsys):
         (["qqqq"], "there is no command `qqqq`", "`tunewell --help` lists the commands"),
         (["explain", "--colour"], "no such option: --colour", "see `tunewell explain --help`"),
         (["explain", "a", "b"], "got unexpected extra argument", "see `tunewell explain --help`"),
+        (["plan", "a.csv"], "extra argument", "name the rows with `--data PATH`; see `tunewell plan --help`"),
         (["explain", "--config"], "requires an argument", "see `tunewell explain --help`"),
     ],
 )

@@ -158,7 +158,9 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
         if not isinstance(error, usage_error):
             raise
         message = str(getattr(error, "format_message", error.__str__)()).replace("(Possible options:", "(did you mean:")
-        raise UserError(message[:1].lower() + message[1:].rstrip("."), fix=f"see `tunewell {name} --help`") from None
+        takes_rows = "extra argument" in message and any("--data" in own.opts for own in parser.params)
+        fix = f"{'name the rows with `--data PATH`; ' if takes_rows else ''}see `tunewell {name} --help`"
+        raise UserError(message[:1].lower() + message[1:].rstrip("."), fix=fix) from None
     return 0
 
 
