@@ -42,7 +42,7 @@ test: setup ## the default tests, in under five minutes; also those on shared da
 	$(PYTEST) -m "not long and $(LEFT_OUT)"
 	@test -d "$(SHARED)/data" || echo "no $(SHARED)/data: tests marked 'shared' are skipped"
 
-test-all: setup ## every test: the default ones with all property-test examples, then the slow ones and every fault
+test-all: setup ## every test: the default and long ones with all property-test examples, then the slow ones and every fault
 	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS) -m "$(LEFT_OUT)"
 	$(BIN)/python -m pytest -m "(slow or faults) and not gpu$(if $(wildcard $(SHARED)/data),, and not shared)"
 

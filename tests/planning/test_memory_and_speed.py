@@ -37,7 +37,7 @@ def test_dequantised_weights_are_counted_while_answers_are_generated():
     for measured in (None, steps):
         memory = predict(work, measured=measured).prediction.memory
         assert memory.peak_bytes / GiB == pytest.approx(19.7, rel=0.05)
-        assert memory.needed_bytes < memory.lean_bytes < 12 * GiB
+        assert memory.needed_bytes < memory.uncached_bytes < 12 * GiB
     small = replace(work.device, memory_bytes=24 * GiB, free_bytes=24 * GiB)
     silent = work.config.model_copy(
         update={

@@ -71,7 +71,7 @@ class PlanResult(PlanRecord):
     def __repr__(self) -> str:
         memory, seconds = self.prediction.memory, self.prediction.seconds
         return (
-            f"PlanResult(fits={self.fits}, memory={size_bytes(memory.peak_bytes)!r}, "
+            f"PlanResult(fits={self.fits}, memory={size_bytes(memory.uncached_bytes)!r}, "
             f"time='{duration(seconds.low)} to {duration(seconds.high)}')"
         )
 
@@ -80,7 +80,7 @@ class PlanResult(PlanRecord):
         free = "unknown" if memory.free_bytes is None else size_bytes(memory.free_bytes)
         rows: list[tuple[str, object]] = [
             ("fits", "yes" if self.fits else "no"),
-            ("memory", f"{size_bytes(memory.peak_bytes)}, {free} free on {self.device.label}"),
+            ("memory", f"{size_bytes(memory.uncached_bytes)}, {free} free on {self.device.label}"),
             ("time", f"{duration(seconds.low)} to {duration(seconds.high)}"),
             ("micro-batch", f"{count(self.plan.micro_batch_tokens.value)} tokens"),
         ]

@@ -49,7 +49,7 @@ class Rung:
             "name": self.name,
             "set": self.changes,
             "fits": self.prediction.fits,
-            "peak_bytes": memory.lean_bytes,
+            "peak_bytes": memory.uncached_bytes,
             "seconds": {"low": seconds.low, "high": seconds.high},
             "cost": self.cost,
         }
@@ -148,7 +148,7 @@ class Planner:
             outlook = self.changed(changes, context=context)
             if outlook is None:
                 continue
-            if outlook.prediction.memory.lean_bytes >= self.outlook.prediction.memory.lean_bytes:
+            if outlook.prediction.memory.uncached_bytes >= self.outlook.prediction.memory.uncached_bytes:
                 continue
             own = dict(changes)
             if outlook.work.micro_tokens < outlook.work.plan.micro_batch_tokens.value or not changes:
@@ -277,4 +277,4 @@ def on_card(planner: Planner, card: Card) -> Outlook | None:
 def describe_rung(rung: Rung) -> str:
     """Return a rung's needs as text."""
     memory, seconds = rung.prediction.memory, rung.prediction.seconds
-    return f"{size_bytes(memory.lean_bytes)}, {duration(seconds.low)} to {duration(seconds.high)}"
+    return f"{size_bytes(memory.uncached_bytes)}, {duration(seconds.low)} to {duration(seconds.high)}"

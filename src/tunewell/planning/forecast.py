@@ -96,8 +96,8 @@ def predict(
     if measured is not None:
         peak, needed = _corrected(largest, measured, memory, is_compiled=speed.is_compiled)
         spread = _MEASURED_SPREAD
-    copied = max(0, memory.with_copies_bytes - peak)
-    peak += copied
+    cached = max(0, memory.with_cache_bytes - peak)
+    peak += cached
     free = work.device.free_bytes
     basis = [measured.because if measured else _architecture(work), *speed.basis]
     prediction = Prediction(
@@ -112,7 +112,7 @@ def predict(
             parts=memory.parts,
             phases=memory.phases,
             host_bytes=memory.host_bytes,
-            copied_bytes=copied,
+            cached_bytes=cached,
         ),
         seconds=TimePrediction(
             low=round(speed.seconds * (1 - speed.spread), 1),

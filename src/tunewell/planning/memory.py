@@ -71,8 +71,8 @@ class Memory:
     reserve_bytes: int
     """Memory that the allocator holds but does not use, included in the phases."""
     host_bytes: int | None = None
-    with_copies_bytes: int = 0
-    """What is held while answers are generated with dequantised weights; 0 if they are not kept. Not in the phases."""
+    with_cache_bytes: int = 0
+    """What is held while answers are generated with cached dequantised weights; 0 without them. Not in the phases."""
 
     @property
     def peak_bytes(self) -> int:
@@ -133,10 +133,10 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         "evaluation": evaluation,
         "generation": generation,
     }
-    if copies := _copied_weight_bytes(work, held):
-        copies += held + max(fixed["optimizer"] + generation, answers) + min(reserve, _RESERVE_BYTES)
+    if cached := _cached_weight_bytes(work, held):
+        cached += held + max(fixed["optimizer"] + generation, answers) + min(reserve, _RESERVE_BYTES)
     reserve = reserve if max(phases, key=lambda name: phases[name]) == "steps" else 0
-    return Memory(parts, phases, reserve, _host(work), copies)
+    return Memory(parts, phases, reserve, _host(work), cached)
 
 
 def _master_bytes(work: Workload) -> int:
@@ -149,8 +149,8 @@ def _num_quantized(work: Workload) -> int:
     return sum(own.num_weights for own in work.shape.linears if own.name not in keep)
 
 
-def _copied_weight_bytes(work: Workload, held: int) -> int:
-    """Return the dequantised weights that a GPU keeps while answers are generated, as in `methods/base.py`."""
+def _cached_weight_bytes(work: Workload, held: int) -> int:
+    """Return the dequantised weights that are cached while answers are generated, as in `methods/base.py`."""
     config, free = work.config, work.device.free_bytes
     has_answers = config.evaluate.samples or (config.verdict.after_training and config.verdict.questions)
     # Without prompts, all tokens are supervised, and there is nothing to answer.

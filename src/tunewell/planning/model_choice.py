@@ -60,7 +60,7 @@ class ModelNeeds:
 
     @property
     def peak_bytes(self) -> int | None:
-        return self.outlook.prediction.memory.lean_bytes if self.outlook else None
+        return self.outlook.prediction.memory.uncached_bytes if self.outlook else None
 
     @property
     def seconds(self) -> float | None:
@@ -254,7 +254,7 @@ def _reason(needs: ModelNeeds, rows: RowStatistics, first: str, *, is_online: bo
     assert needs.outlook is not None
     memory = needs.outlook.prediction.memory
     free = f" of {size_bytes(memory.free_bytes)}" if memory.free_bytes is not None else ""
-    parts = [first, f"it needs {size_bytes(memory.lean_bytes)}{free} of memory"]
+    parts = [first, f"it needs {size_bytes(memory.uncached_bytes)}{free} of memory"]
     if rows.language not in (None, "en") and needs.model is not None:
         parts.append(f"it knows {LANGUAGES[rows.language]}")
     if rows.language and _lacks_language(needs, rows):

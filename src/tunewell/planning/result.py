@@ -91,7 +91,7 @@ class PlanResult:
                 {
                     "card": row.card.name,
                     "fits": bool(row.prediction and row.prediction.fits),
-                    "peak_bytes": row.prediction.memory.lean_bytes if row.prediction else None,
+                    "peak_bytes": row.prediction.memory.uncached_bytes if row.prediction else None,
                     "seconds": row.prediction.seconds.model_dump(include={"low", "high"}) if row.prediction else None,
                     "micro_batch_tokens": row.micro_batch_tokens,
                     "cost": row.cost,

@@ -9,9 +9,9 @@ class MemoryPrediction(Record):
     """Memory of the training process: on a GPU what it holds on the card, on a CPU its resident set."""
 
     peak_bytes: int
-    """The maximum over all phases, with memory that the allocator holds but does not use, and with `copied_bytes`."""
+    """The maximum over all phases, with memory that the allocator holds but does not use, and with `cached_bytes`."""
     needed_bytes: int
-    """The same without both: with less, the run is out of memory."""
+    """The peak without either: with less, the run runs out of memory."""
     low_bytes: int
     high_bytes: int
     """The range in which `peak_bytes` is expected."""
@@ -19,16 +19,16 @@ class MemoryPrediction(Record):
     parts: dict[str, int] = Field(default_factory=dict)
     """Bytes by part. `evaluation` and `generation` are not held together with the parts of a step."""
     phases: dict[str, int] = Field(default_factory=dict)
-    """The peak of each phase."""
+    """The peak of each phase, without `cached_bytes`."""
     host_bytes: int | None = None
     """Main memory of a run on a GPU; None if it is small."""
-    copied_bytes: int = 0
-    """What dequantised weights add to the peak while answers are generated. They are kept only if enough is free."""
+    cached_bytes: int = 0
+    """What dequantised weights add to the peak while answers are generated. They are cached only if enough is free."""
 
     @property
-    def lean_bytes(self) -> int:
-        """The peak without dequantised weights."""
-        return self.peak_bytes - self.copied_bytes
+    def uncached_bytes(self) -> int:
+        """The peak without cached weights."""
+        return self.peak_bytes - self.cached_bytes
 
 
 class TimePrediction(Record):

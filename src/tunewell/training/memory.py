@@ -1,4 +1,4 @@
-"""Out of memory (OOM): repeat the step with smaller micro-batches (the OOM ladder). Pinned main memory."""
+"""Out of memory (OOM): repeat the step with smaller micro-batches (the OOM ladder). Also `PinnedMemory`."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -138,7 +138,7 @@ class PinnedMemory:
         while self._free and len(self._free[0]) < size:
             self._free.pop(0)
         if not self._free:
-            # Whole multiples: blocks for tensors whose size grows a little each time would all be too small later.
+            # Rounded up: if tensors grow a little from step to step, blocks of the exact size could not be used again.
             self._free = [_pinned(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES)]
             self._blocks += self._free
         taken, self._free[0] = self._free[0][: tensor.nbytes], self._free[0][size:]
@@ -150,7 +150,9 @@ def _pinned(num_bytes: int) -> Tensor:
     memory = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
     if int(cuda.cudaHostRegister(memory.data_ptr(), num_bytes, 0)):  # the system limits pinned memory, or lacks it
         with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # raises what the failed call left behind; else the next kernel would
+            torch.zeros(
+                1, device="cuda"
+            )  # raises the pending error of the failed call, which the next kernel would raise
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

@@ -25,8 +25,9 @@ class Offloader:
         self._inputs: list[weakref.ref[_Input]] = []
         """Inputs in the order of the forward pass. Those of a graph that was freed are dead."""
         self._pinned = PinnedMemory()
-        """All copies from and to it are on one stream, so those of the next micro-batch come after the last ones."""
+        """All copies from and to it are on one stream, so those of a micro-batch run after those of the one before."""
         self._in_main_memory: weakref.WeakSet[_Input] = weakref.WeakSet()
+        """Inputs that still use pinned memory. It is used again when there are none."""
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @classmethod

@@ -43,9 +43,9 @@ def _verdict(result: "PlanResult") -> list[str]:
     memory = result.prediction.memory
     spread = f"{size_bytes(memory.low_bytes)} to {size_bytes(memory.high_bytes)}"
     free = "an unknown amount" if memory.free_bytes is None else size_bytes(memory.free_bytes)
-    needs = f"needs {size_bytes(memory.lean_bytes)} of memory"
-    if memory.copied_bytes:
-        needs += f", and holds {size_bytes(memory.peak_bytes)} ({spread}) while it generates answers"
+    needs = f"needs {size_bytes(memory.uncached_bytes)} of memory"
+    if memory.cached_bytes:
+        needs += f", and holds {size_bytes(memory.peak_bytes)} ({spread}) with weights cached to generate answers"
     else:
         needs += f" ({spread})"
     return [hanging("FITS  " if result.fits else "DOES NOT FIT  ", f"{needs}; {free} free on {result.device.label}")]
@@ -59,10 +59,11 @@ def _rows(result: "PlanResult") -> list[list[str]]:
     size = size if number >= 1e6 else count(number)
     method = METHODS.entry(plan.method.value).title
     quantized = f", base model in {plan.quantized.kind}" if plan.quantized else ""
+    cached = "; without cached weights" if memory.cached_bytes else ""
     rows = [
         ["model", f"{result.model}: {size} weights, {method} in {plan.precision.value}{quantized}"],
         ["memory", _parts(prediction)],
-        ["  by phase", ", ".join(f"{name} {size_bytes(size)}" for name, size in memory.phases.items())],
+        ["  by phase", ", ".join(f"{name} {size_bytes(size)}" for name, size in memory.phases.items()) + cached],
     ]
     if memory.host_bytes is not None and memory.host_bytes > 4 << 30:
         rows.append(["  main memory", size_bytes(memory.host_bytes)])
@@ -107,7 +108,7 @@ def _ladder(result: "PlanResult") -> list[str]:
             [
                 str(number),
                 "yes" if rung.prediction.fits else "no",
-                size_bytes(rung.prediction.memory.lean_bytes),
+                size_bytes(rung.prediction.memory.uncached_bytes),
                 f"{duration(seconds.low)} to {duration(seconds.high)}",
                 rung.name,
             ]
@@ -136,7 +137,10 @@ def cards_table(result: "PlanResult") -> str:
             rows.append([*head, "no", "cannot run this config", ""])
             continue
         seconds = row.prediction.seconds
-        cells = [size_bytes(row.prediction.memory.lean_bytes), f"{duration(seconds.low)} to {duration(seconds.high)}"]
+        cells = [
+            size_bytes(row.prediction.memory.uncached_bytes),
+            f"{duration(seconds.low)} to {duration(seconds.high)}",
+        ]
         if not row.prediction.fits:
             cells[1] = "-"
         cost = [] if not has_prices else [f"{row.cost:,.2f}" if row.cost is not None and row.prediction.fits else "-"]
