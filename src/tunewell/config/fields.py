@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tunewell.config.extensions import METHODS, OPTIMIZERS
@@ -14,8 +14,6 @@ Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
 Text = Annotated[str, Field(min_length=1)]
-Folder = Annotated[Text, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
-"""The name of a folder, also if it is a number: `--set run=7`."""
 
 
 class Section(BaseModel):

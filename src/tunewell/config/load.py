@@ -178,6 +178,10 @@ def to_loaded_config(config: ConfigLike, sets: Sequence[str] = (), **flags: Any)
     return load_config(config, sets, **flags)
 
 
+_FOLDERS = ("model", "tokenizer", "corpus", "run")
+"""Keys whose value in `--set` is a text also if it looks like a number: `--set run=007` is the folder `007`."""
+
+
 def load_config(
     path: Path | Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
@@ -212,7 +216,9 @@ def load_config(
             raise UserError(
                 f"`--set {text}` has no value", fix="write `--set KEY=VALUE`, like `--set packing.context_length=512`"
             )
-        _override(draft, key.strip(), read_value(value, f"--set {text}"), f"--set {text}")
+        given = read_value(value, f"--set {text}")
+        is_folder = key.strip() in _FOLDERS and type(given) in (int, float)
+        _override(draft, key.strip(), value.strip() if is_folder else given, f"--set {text}")
     _translate_foreign(draft)
     try:
         config = Config.model_validate(draft.tree)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, TRACKERS
-from tunewell.config.fields import Auto, Bool, Float, Folder, Int, MethodName, OneOf, OptimizerName, Section, Text
+from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
 from tunewell.config.rules import Checkpoints, Evaluate, Export, Healing, PlanRules, Storage, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
@@ -405,9 +405,9 @@ class Config(Section):
     folder of a run or of an adapter goes on training it: the base model is found through it."""
     tokenizer: Text | None = None
     """The tokenizer, if it is not that of the model: a folder, a `tokenizer.json` or a SentencePiece `.model` file."""
-    corpus: Folder = "corpus"
+    corpus: Text = "corpus"
     """Output folder of `tunewell prepare`."""
-    run: Folder = "run"
+    run: Text = "run"
     """Output folder of `tunewell train`."""
     device: Text = "auto"
     """Device to train on: `cpu`, `cuda`, `cuda:1`, `mps`. `auto`: the fastest available."""
