@@ -47,3 +47,15 @@ def test_every_key_named_in_the_glossary_exists():
     named = [name for name in re.findall(r"`((?:\w+\.)+\w+)", glossary_text()) if name.partition(".")[0] in groups]
     named = [name for name in named if name.rpartition(".")[2] not in files]
     assert named and [name for name in named if name not in all_keys()] == []
+
+
+def test_every_test_named_beside_a_seed_exists():
+    """A table of what was solved is only worth something while its tests exist."""
+    page = (DOCS / "seeds.md").read_text(encoding="utf-8")
+    root = DOCS.parent
+    for part in page.split("\n## ")[1:]:
+        script = root / "tests" / "seeds" / f"test_{part[:3]}.py"
+        tests = {*re.findall(r"^def (test_\w+)", script.read_text(encoding="utf-8"), flags=re.MULTILINE)}
+        for row in [line for line in part.split("\n") if line.startswith("|")][2:]:
+            named = re.findall(r"`([\w/.]+)` \|$", row)
+            assert named and (named[0] in tests or (root / named[0]).is_file()), row
