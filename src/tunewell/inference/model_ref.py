@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from tunewell.config.load import LoadedConfig
+from tunewell.core.presets import is_preset
+from tunewell.models.base_content import base_changed, content_changes
+from tunewell.records.base_model import BaseContent
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan
 
@@ -34,6 +37,20 @@ class ModelRef:
     because: str = ""
     """Why this checkpoint was chosen."""
     notes: list[str] = field(default_factory=list)
+    trained_on: BaseContent | None = None
+    """The content of the base model in training; None if it is not known."""
+
+    def base_changes(self) -> list[str]:
+        """Return how the base model differs from the one in training, one line each."""
+        if self.plan and is_preset(self.plan.model) and self.loaded.config.seed != self.plan.seed:
+            return [f"the seed of its weights is {self.loaded.config.seed}, not {self.plan.seed}"]
+        return content_changes(self.base, self.trained_on) if self.base and self.trained_on else []
+
+    def require_base(self) -> None:
+        """Raise UserError if the base model of an adapter has changed since training."""
+        if self.adapter and (changes := self.base_changes()):
+            fix = "restore the model, or train again; for the same model at another place, add `--base MODEL`"
+            raise base_changed(str(self.base), changes, of=self.name, fix=fix)
 
     @property
     def corpus(self) -> Path | None:

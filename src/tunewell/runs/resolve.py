@@ -19,6 +19,8 @@ from tunewell.core.redact import REDACTED
 from tunewell.inference.model_ref import ModelRef
 from tunewell.models.facts import read_facts
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from tunewell.records.base import read_record
+from tunewell.records.base_model import BASE, BaseContent
 from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_steps, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import PLAN, Plan, read_plan
@@ -86,7 +88,13 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
     if REDACTED in str(base_model):
         base_model = _require_base_name(run, notes, is_adapter=is_adapter)
     loaded, added = _with_corpus_tokenizer(loaded, plan, notes)
-    return ModelRef(
+    if (run / BASE).is_file():
+        trained_on = read_record(run / BASE, BaseContent)
+    else:
+        trained_on = BaseContent(fingerprint=saved.manifest.identity.get("weights"))
+        if is_adapter and not is_preset(plan.model):
+            notes.append(f"the run has no `{BASE}`: tokenizer and config of its base model are not checked for changes")
+    ref = ModelRef(
         name=f"{run.resolve().name}, step {saved.step}",
         kind="run",
         path=run,
@@ -100,7 +108,13 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
         step=saved.step,
         because=because,
         notes=notes,
+        trained_on=trained_on,
     )
+    ref.require_base()
+    if not is_adapter and (changes := ref.base_changes()):
+        notes.append(f"no comparison with the base model, which has changed since training: {'; '.join(changes)}")
+        return replace(ref, base=None)
+    return ref
 
 
 def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], None]) -> tuple[Saved, str]:

@@ -1,0 +1,22 @@
+"""`base.json`: what the base model of a run contained when the run was trained."""
+
+from typing import Any
+
+from pydantic import Field
+
+from tunewell.records.base import Record
+
+BASE = "base.json"
+
+
+class BaseContent(Record):
+    """The content of a model, without the names, formats and times of its files. Unknown parts are empty."""
+
+    format_version: int = 1
+    weights: dict[str, str] = Field(default_factory=dict)
+    """Hash of each tensor."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    tokenizer: dict[str, str] = Field(default_factory=dict)
+    """Hash of the vocabulary, and of everything that can change token ids."""
+    fingerprint: str | None = None
+    """For a run of an earlier version: the hash of the weight files in its checkpoint."""
