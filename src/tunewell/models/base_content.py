@@ -41,9 +41,12 @@ def read_content(model: str) -> BaseContent:
         with suppress(UserError):  # the tokenizer is elsewhere
             found = load_tokenizer(model)
             words = stable_json([found.backend.get_vocab(with_added_tokens=True), found.special_tokens])
-            # Another version of `tokenizers` may write the same rules in another way.
-            rules = f"rules of `{found.kind}` (tokenizers {tokenizers.__version__})"
-            content["tokenizer"] = {f"vocabulary of `{found.kind}`": sha256_text(words), rules: found.sha256}
+            # transformers adds a post-processor without effect, and each version of `tokenizers` may write other rules.
+            rules = parse_json(found.backend.to_str()) | {"post_processor": found.backend.encode("a").ids}
+            content["tokenizer"] = {
+                f"vocabulary of `{found.kind}`": sha256_text(words),
+                f"rules of `{found.kind}` (tokenizers {tokenizers.__version__})": sha256_text(stable_json(rules)),
+            }
         return content
 
     paths = [*weights, *files.small.values(), *([files.sentencepiece] if files.sentencepiece else [])]
