@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import stat
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SHOWN_CHARS = 80
 _ADDED_CHARS = 16
 """Characters that the name of a temporary folder adds to that of the output folder."""
-_SETTLED_NS = 2_000_000_000
-"""Age from which a file's stamp is trusted: a second change within the resolution of its time would not be seen."""
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
@@ -217,16 +214,14 @@ def cached_by_stamp(name: str, paths: Sequence[Path], compute: Callable[[], Any]
     """Return a JSON value computed from files, from the cache folder `name` if no file has another stamp."""
     stats = [path.stat() for path in paths]
     stamp = [[stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]
-    folder = cache_folder(name)
-    entry = folder / f"{sha256_text(*(str(path.resolve()) for path in paths))[:32]}.json" if folder else None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        if entry and (known := parse_json(entry.read_bytes()))["stamp"] == stamp:
+    key = sha256_text(*(str(path.resolve()) for path in paths))[:32]
+    entry = (cache_folder(name) or Path(os.devnull)) / f"{key}.json"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        if (known := parse_json(entry.read_bytes()))["stamp"] == stamp:
             return known["value"]
     value = compute()
-    changed_ns = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats), default=0)
-    if entry and time.time_ns() - changed_ns > _SETTLED_NS:
-        with suppress(OSError, ValueError, TypeError):
-            write_atomic(entry, json.dumps({"stamp": stamp, "value": value}))
+    with suppress(OSError, ValueError, TypeError):
+        write_atomic(entry, json.dumps({"stamp": stamp, "value": value}))
     return value
 
 

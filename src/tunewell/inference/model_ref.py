@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from tunewell.config.load import LoadedConfig
+from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
-from tunewell.models.base_content import base_changed, content_changes
+from tunewell.models.base_content import content_changes
 from tunewell.records.base_model import BaseContent
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan
@@ -49,8 +50,11 @@ class ModelRef:
     def require_base(self) -> None:
         """Raise UserError if the base model of an adapter has changed since training."""
         if self.adapter and (changes := self.base_changes()):
-            fix = "restore the model, or train again; for the same model at another place, add `--base MODEL`"
-            raise base_changed(str(self.base), changes, of=self.name, fix=fix)
+            raise UserError(
+                f"the base model `{self.base}` has changed since `{self.name}` was trained on it",
+                where="; ".join(changes),
+                fix="restore the model, or train again",
+            )
 
     @property
     def corpus(self) -> Path | None:

@@ -78,17 +78,11 @@ def content_changes(model: str, before: BaseContent) -> list[str]:
         now = read_content(model)
         lines = [*_tensor_changes(before.weights, now.weights), *_config_changes(before.config, now.config)]
         parts = before.tokenizer.items() - now.tokenizer.items()
-        lines += [f"changed: the {part}" for part, _ in sorted(parts, reverse=True) if part in now.tokenizer][:1]
+        lines += [f"the {part} changed" for part, _ in sorted(parts, reverse=True) if part in now.tokenizer][:1]
         if before.fingerprint and (found := fingerprint_weights(model)) not in (None, before.fingerprint):
             lines.append(f"its weights were {before.fingerprint[:16]}..., now they are {found[:16]}...")
         return lines
     return []
-
-
-def base_changed(model: str, changes: list[str], *, of: str, fix: str) -> UserError:
-    """Return the error for a base model that is not the one with which a model was trained."""
-    what = f"the base model `{model}` has changed since `{of}` was trained on it"
-    return UserError(what, where="; ".join(changes), fix=fix)
 
 
 def _tensor_changes(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
@@ -97,9 +91,8 @@ def _tensor_changes(before: dict[str, str], now: dict[str, str]) -> Iterator[str
     renamed = {name for name in before.keys() ^ now.keys() if both[name] in shared}
     changed = sorted(name for name in both.keys() - renamed if before.get(name) != now.get(name))
     if before and now and changed:
-        more = f" and {count(len(changed) - _MAX_SHOWN)} more" if len(changed) > _MAX_SHOWN else ""
         names = ", ".join(f"`{name}`" for name in changed[:_MAX_SHOWN])
-        yield f"{len(changed):,} of {count(len(before), 'tensor')} differ: {names}{more}"
+        yield f"{len(changed):,} of {count(len(before), 'tensor')} changed: {names}"
 
 
 def _config_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

@@ -1,10 +1,11 @@
 """`base.json`: what the base model of a run contained when the run was trained."""
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from tunewell.records.base import Record
+from tunewell.records.base import Record, read_record
 
 BASE = "base.json"
 
@@ -20,3 +21,8 @@ class BaseContent(Record):
     """Hash of the vocabulary, and of everything that can change token ids."""
     fingerprint: str | None = None
     """For a run of an earlier version: the hash of the weight files in its checkpoint."""
+
+
+def read_base(run: Path) -> BaseContent | None:
+    """Return what the base model of a run contained, or None for a run of an earlier version."""
+    return read_record(run / BASE, BaseContent) if (run / BASE).is_file() else None

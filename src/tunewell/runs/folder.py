@@ -14,9 +14,9 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
-from tunewell.models.base_content import base_changed, content_changes, read_content
-from tunewell.records.base import FileRecord, read_record
-from tunewell.records.base_model import BASE, BaseContent
+from tunewell.models.base_content import content_changes, read_content
+from tunewell.records.base import FileRecord
+from tunewell.records.base_model import BASE, BaseContent, read_base
 from tunewell.records.events import as_number, begins_as, read_events
 from tunewell.records.plan import Plan, read_plan, write_plan
 from tunewell.records.rundir import DOCUMENTS, RUN_CONFIG, RunDir
@@ -185,11 +185,14 @@ def restore_run(
             log.truncate_to(-1)
         return True
     state = run.checkpoints.load(saved, needs=[OPTIMIZER, *run.method.files(run.plan.model).tensors])
-    record = read_record(folder / BASE, BaseContent) if (folder / BASE).is_file() else BaseContent()
+    record = read_base(folder) or BaseContent()
     base, now = content_changes(inputs.model, record), run.identity
     if base and not {"model", "weights"} & {*allowed}:
-        fix = "restore the model, or allow the change: `--allow-change weights`"
-        raise base_changed(inputs.model, base, of=f"step {state.step:,} of this run", fix=fix)
+        raise UserError(
+            f"the base model `{inputs.model}` has changed since the run was started",
+            where="; ".join(base),
+            fix="restore the model, or allow the change: `--allow-change weights`",
+        )
     if state.identity.get("data") != run.plan.corpus_sha256 and "data" not in allowed:
         require_same_documents(folder, inputs.corpus)
     if record.weights and not base:  # other files with the same tensors have another fingerprint

@@ -19,8 +19,7 @@ from tunewell.core.redact import REDACTED
 from tunewell.inference.model_ref import ModelRef
 from tunewell.models.facts import read_facts
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
-from tunewell.records.base import read_record
-from tunewell.records.base_model import BASE, BaseContent
+from tunewell.records.base_model import BASE, BaseContent, read_base
 from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_steps, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.parity import PROOF, Proof, read_proof
@@ -90,9 +89,7 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
     if REDACTED in str(base_model):
         base_model = _require_base_name(run, notes, is_adapter=is_adapter)
     loaded, added = _with_corpus_tokenizer(loaded, plan, notes)
-    if (run / BASE).is_file():
-        trained_on = read_record(run / BASE, BaseContent)
-    else:
+    if (trained_on := read_base(run)) is None:
         trained_on = BaseContent(fingerprint=saved.manifest.identity.get("weights"))
         if is_adapter and not is_preset(plan.model):
             notes.append(f"the run has no `{BASE}`: tokenizer and config of its base model are not checked for changes")

@@ -16,7 +16,6 @@ from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
 from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
-from tunewell.models.base_content import content_changes
 from tunewell.models.load import LoadOptions, load_dequantized, load_model, not_finite_names
 from tunewell.models.support import quiet, text_weights
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
@@ -108,9 +107,6 @@ def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> lis
 def _check_base(folder: Path, context: ProofContext) -> list[Check]:
     """Return a warning if the adapter does not name the base model that it was verified on."""
     named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    trained_on, base = context.proof.trained_on, str(context.base or named)
-    if trained_on and (changes := content_changes(base, trained_on)):
-        return [Check(name="base", is_ok=False, words=f"`{base}` has changed since training: {'; '.join(changes)}")]
     if context.base is None or named == context.base or _is_same_path(named, context.base):
         return []
     message = (
