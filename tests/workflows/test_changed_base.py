@@ -225,6 +225,15 @@ def test_an_export_is_compared_with_its_proof(project: Path, capsys: pytest.Capt
     assert main(["chat", "exported/adapter"]) == 2
     assert "`rms_norm_eps`" in capsys.readouterr().err
     assert main(["verify", "exported"]) == 4
+    shutil.copy(gguf, "own.gguf")
+    _train("from-gguf", "own.gguf", method={"kind": "lora"})
+    resolve_model("from-gguf")
+    data = bytearray(Path("own.gguf").read_bytes())
+    data[-20] ^= 1
+    Path("own.gguf").write_bytes(data)
+    with pytest.raises(UserError, match="has changed since") as error:
+        resolve_model("from-gguf")
+    assert "`own.gguf`" in (error.value.where or "")
     for path in files[1:]:
         resolve_model(path)
         weights = path if path.is_file() else path / "model.safetensors"

@@ -33,7 +33,8 @@ def read_content(model: str) -> BaseContent:
     """Return the content of a model on this machine. It is empty for a preset, and for weights not downloaded yet."""
     if is_preset(model):
         return BaseContent()
-    files, weights = locate(model), weight_files(model)
+    files = locate(model)
+    weights = weight_files(model, files)
 
     def read() -> dict[str, Any]:
         tensors = {name: digest for path in weights for name, digest in _tensors(path).items()}
