@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -208,6 +208,21 @@ def cache_folder(name: str) -> Path | None:
     except (OSError, RuntimeError):
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+def cached_by_stamp(name: str, paths: Sequence[Path], compute: Callable[[], Any]) -> Any:
+    """Return a JSON value computed from files, from the cache folder `name` if no file has another stamp."""
+    stats = [path.stat() for path in paths]
+    stamp = [[stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]
+    key = sha256_text(*(str(path.resolve()) for path in paths))[:32]
+    entry = (cache_folder(name) or Path(os.devnull)) / f"{key}.json"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        if (known := parse_json(entry.read_bytes()))["stamp"] == stamp:
+            return known["value"]
+    value = compute()
+    with suppress(OSError, ValueError, TypeError):
+        write_atomic(entry, json.dumps({"stamp": stamp, "value": value}))
+    return value
 
 
 def is_disk_full(error: OSError) -> bool:

@@ -20,7 +20,6 @@ import numpy as np
 
 from tunewell import __version__
 from tunewell.core.files import cache_folder, sha256_file, stable_json, write_atomic
-from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
 from tunewell.evaluation.scores import ModelOutputs
@@ -28,7 +27,7 @@ from tunewell.hardware.facts import installed_versions
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.decoder import Generated
 from tunewell.inference.runtime import DocumentLosses
-from tunewell.models.facts import fingerprint_weights, weight_files
+from tunewell.models.base_content import read_content
 from tunewell.records.adapter import ADAPTER_WEIGHTS
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "llama-cpp-python", "bitsandbytes")
@@ -144,12 +143,7 @@ def _weights(model: ChatModel) -> list[Any] | None:
         return None
     if is_preset(ref.base):
         return [ref.base, ref.loaded.config.seed]
-    files = weight_files(ref.base)
-    small = locate(ref.base).small
-    found: list[Any] = [fingerprint_weights(ref.base)]
-    # The fingerprint of a large file covers blocks of it, so its time counts too.
-    found += [[file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    found += [sha256_file(path) for name, path in sorted(small.items()) if name.endswith("config.json")]
+    found: list[Any] = [read_content(ref.base).model_dump()]
     if ref.start is not None:
         found.append(sha256_file(ref.start / ADAPTER_WEIGHTS))
     return found

@@ -223,6 +223,7 @@ def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool, is_strea
 
 def _load_with_adapter(ref: ModelRef, load: _Load) -> tuple[LoadedModel, AdapterMethod | None]:
     found = load(ref.model)
+    ref.require_base()  # its files may have been downloaded just now
     adapter = None
     if ref.adapter is not None:
         adapter = load_adapter(found.model, ref.adapter, text_prefix=found.text_prefix)

@@ -5,6 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from tunewell.config.load import LoadedConfig
+from tunewell.core.errors import UserError
+from tunewell.core.presets import is_preset
+from tunewell.models.base_content import content_changes
+from tunewell.records.base_model import BaseContent
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan
 
@@ -34,6 +38,23 @@ class ModelRef:
     because: str = ""
     """Why this checkpoint was chosen."""
     notes: list[str] = field(default_factory=list)
+    trained_on: BaseContent | None = None
+    """The content of the base model in training; None if it is not known."""
+
+    def base_changes(self) -> list[str]:
+        """Return how the base model differs from the one in training, one line each."""
+        if self.plan and is_preset(self.plan.model) and self.loaded.config.seed != self.plan.seed:
+            return [f"the seed of its weights is {self.loaded.config.seed}, not {self.plan.seed}"]
+        return content_changes(self.base, self.trained_on) if self.base and self.trained_on else []
+
+    def require_base(self) -> None:
+        """Raise UserError if the base model of an adapter has changed since training."""
+        if self.adapter and (changes := self.base_changes()):
+            raise UserError(
+                f"the base model `{self.base}` has changed since `{self.name}` was trained on it",
+                where="; ".join(changes),
+                fix="restore the model, or train again",
+            )
 
     @property
     def corpus(self) -> Path | None:

@@ -230,9 +230,9 @@ def fingerprint_weights(model: str) -> str | None:
     return digest.hexdigest()
 
 
-def weight_files(model: str) -> list[Path]:
+def weight_files(model: str, files: ModelFiles | None = None) -> list[Path]:
     """Return the weight files of a model, which may not be on this machine."""
-    files, path = locate(model), Path(model).expanduser()
+    files, path = files or locate(model), Path(model).expanduser()
     if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
         return [path, *(other for other in [key_map_path(path)] if other.is_file())]
     if files.gguf is not None:

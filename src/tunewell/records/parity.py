@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.records.base import Record, read_record
+from tunewell.records.base_model import BaseContent
 from tunewell.records.events import plain, with_numbers
 from tunewell.records.plan import QuantizedBase
 
@@ -107,6 +108,8 @@ class Proof(Record):
     subject: str
     base: str | None
     is_lora: bool
+    trained_on: BaseContent | None = None
+    """The content of an adapter's base model; None in exports of earlier versions."""
     quantized: QuantizedBase | None = None
     """How the base model was quantised in training, if the adapter belongs to the dequantised weights."""
     trained_precision: str = "fp32"

@@ -14,6 +14,7 @@ from tunewell.core.files import FolderLock, make_private, require_output_path, s
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.records.base import Record, read_record
+from tunewell.records.base_model import BASE
 from tunewell.records.events import plain
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
@@ -27,7 +28,7 @@ RUN_CONFIG = "config.yaml"
 """The file with the settings of the last start of a run."""
 DOCUMENTS = "documents.tsv"
 """The file with a short hash of every training document."""
-_FIRST_FILES = (PLAN, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HEALING, PULSE)
+_FIRST_FILES = (PLAN, BASE, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HEALING, PULSE)
 """Files that a run writes before its first step."""
 CRASH = "crash.log"
 """The traceback of the exception that ended a run; a later success removes it."""

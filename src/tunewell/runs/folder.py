@@ -11,16 +11,18 @@ from typing import Any
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
+from tunewell.models.base_content import content_changes, read_content
 from tunewell.records.base import FileRecord
+from tunewell.records.base_model import BASE, BaseContent, read_base
 from tunewell.records.events import as_number, begins_as, read_events
 from tunewell.records.plan import Plan, read_plan, write_plan
 from tunewell.records.rundir import DOCUMENTS, RUN_CONFIG, RunDir
 from tunewell.runs.config import dump_config
 from tunewell.runs.result import MetricsRecorder
-from tunewell.training.build import CHANGE_NAMES
+from tunewell.training.build import CHANGE_NAMES, RunInputs
 from tunewell.training.distributed import World
 from tunewell.training.find_checkpoints import OPTIMIZER, find_newest
 from tunewell.training.run import Run, has_same_optimizer, resume
@@ -48,6 +50,11 @@ class RunFolder:
             self.write_config(loaded, argv=argv)
             lines = ("\t".join(map(str, (*key, digest))) for key, digest in _document_hashes(corpus))
             write_atomic(self.path / DOCUMENTS, "\n".join(lines) + "\n")
+
+    def write_base(self, model: str) -> None:
+        """Write the content of the base model, which later commands compare with the model's files."""
+        if self.run_dir is not None:
+            write_atomic(self.path / BASE, stable_json(read_content(model).model_dump()))
 
     def write_config(self, loaded: LoadedConfig, *, argv: Sequence[str] | None) -> None:
         """Write the config if it differs from the one in the folder."""
@@ -167,7 +174,9 @@ def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], rec
     return plan.model_copy(update=kept)
 
 
-def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: MetricsRecorder, corpus: Corpus) -> bool:
+def restore_run(
+    run: Run, folder: Path, allowed: Sequence[str], *, recorder: MetricsRecorder, inputs: RunInputs
+) -> bool:
     """Restore a run from its newest valid checkpoint. Return True if the plan must be written again."""
     saved = find_newest(folder / "checkpoints", on_trouble=recorder.note)
     if saved is None:
@@ -176,9 +185,19 @@ def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: Met
             log.truncate_to(-1)
         return True
     state = run.checkpoints.load(saved, needs=[OPTIMIZER, *run.method.files(run.plan.model).tensors])
+    record = read_base(folder) or BaseContent()
+    base, now = content_changes(inputs.model, record), run.identity
+    if base and not {"model", "weights"} & {*allowed}:
+        raise UserError(
+            f"the base model `{inputs.model}` has changed since the run was started",
+            where="; ".join(base),
+            fix="restore the model, or allow the change: `--allow-change weights`",
+        )
     if state.identity.get("data") != run.plan.corpus_sha256 and "data" not in allowed:
-        require_same_documents(folder, corpus)
-    changes = compare_identity(*_comparable(state.identity, run.identity, set(allowed)))
+        require_same_documents(folder, inputs.corpus)
+    if record.weights and not base:  # other files with the same tensors have another fingerprint
+        now = now | {"weights": state.identity.get("weights")}
+    changes = [*base, *compare_identity(*_comparable(state.identity, now, set(allowed)))]
     for line in changes:
         recorder.note(f"changed on resume: {line}")
         recorder.changes.append(line)

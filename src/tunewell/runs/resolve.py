@@ -12,15 +12,17 @@ from safetensors import SafetensorError, safe_open
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import cached_by_stamp, parse_json, sha256_file
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
 from tunewell.inference.model_ref import ModelRef
 from tunewell.models.facts import read_facts
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from tunewell.records.base_model import BASE, BaseContent, read_base
 from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_steps, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
+from tunewell.records.parity import PROOF, Proof, read_proof
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.rundir import RUN_CONFIG
 from tunewell.training.find_checkpoints import OPTIMIZER, Saved, find_best, find_newest
@@ -58,7 +60,8 @@ def resolve_model(
         raise UserError(f"`{path}` has checkpoints but no `{PLAN}`", fix="name one of its checkpoint folders")
     if not is_preset(str(path_or_name)):
         locate(str(path_or_name))  # raises UserError if there is no such model
-    is_path = path.exists()
+    if is_path := path.exists():
+        _proof_of(path)
     model = str(path) if is_path else str(path_or_name)
     loaded = _model_config(model, template, sets, tokenizer=None)
     name = path.resolve().name if is_path else model  # `.` has no name
@@ -86,7 +89,11 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
     if REDACTED in str(base_model):
         base_model = _require_base_name(run, notes, is_adapter=is_adapter)
     loaded, added = _with_corpus_tokenizer(loaded, plan, notes)
-    return ModelRef(
+    if (trained_on := read_base(run)) is None:
+        trained_on = BaseContent(fingerprint=saved.manifest.identity.get("weights"))
+        if is_adapter and not is_preset(plan.model):
+            notes.append(f"the run has no `{BASE}`: tokenizer and config of its base model are not checked for changes")
+    ref = ModelRef(
         name=f"{run.resolve().name}, step {saved.step}",
         kind="run",
         path=run,
@@ -100,7 +107,13 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
         step=saved.step,
         because=because,
         notes=notes,
+        trained_on=trained_on,
     )
+    ref.require_base()
+    if not is_adapter and (changes := ref.base_changes()):
+        notes.append(f"no comparison with the base model, which has changed since training: {'; '.join(changes)}")
+        return replace(ref, base=None)
+    return ref
 
 
 def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], None]) -> tuple[Saved, str]:
@@ -184,9 +197,29 @@ def _resolve_adapter(folder: Path, base: str | None, template: str | None, sets:
     has_tokenizer = (folder / "tokenizer.json").is_file()
     loaded = _model_config(base_model, template, sets, tokenizer=str(folder) if has_tokenizer else None)
     added = _added_tokens(folder, base_model) if has_tokenizer else ()
-    return ModelRef(
-        folder.resolve().name, "adapter", folder, base_model, folder, base_model, loaded, added_tokens=added
-    )
+    ref = ModelRef(folder.resolve().name, "adapter", folder, base_model, folder, base_model, loaded, added_tokens=added)
+    if (proof := _proof_of(folder)) is not None:
+        ref = replace(ref, trained_on=proof.trained_on)
+        ref.require_base()
+    return ref
+
+
+def _proof_of(artefact: Path) -> Proof | None:
+    """Return the proof of an exported file or folder. Raise UserError if its weights have changed since the export."""
+    path = artefact.absolute()
+    folder = next((folder for folder in path.parents[:2] if (folder / PROOF).is_file()), None)
+    if folder is None:
+        return None
+    proof = read_proof(folder)
+    hashes = {folder / name: sha256 for own in proof.artefacts for name, sha256 in own.sha256s.items()}
+    for file in (path, *path.glob("*.safetensors")):
+        if file in hashes and cached_by_stamp("exports", [file], partial(sha256_file, file)) != hashes[file]:
+            raise UserError(
+                f"`{file.relative_to(folder)}` has changed since it was exported",
+                where=f"`{folder / PROOF}` has another hash of it",
+                fix="export the model again, or restore the file",
+            )
+    return proof
 
 
 def _added_tokens(folder: Path, base: str) -> tuple[str, ...]:

@@ -13,10 +13,8 @@ from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.inference.model_ref import ModelRef
 from tunewell.methods.base import adapter_method
-from tunewell.models.facts import fingerprint_weights
 from tunewell.records.adapter import ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.records.base import read_record
-from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import PLAN, Start
 from tunewell.records.rundir import OUTCOME, Outcome
@@ -80,7 +78,7 @@ def _require_finished(run: Path) -> None:
 
 
 def _require_base(ref: ModelRef, loaded: LoadedConfig) -> None:
-    """Raise UserError if the base model of an adapter is missing or is not the one that it was trained on."""
+    """Raise UserError if the base model of an adapter is missing, or a preset with another seed."""
     base, adapter = ref.model, _spelled(str(ref.adapter), loaded)
     fix = f"set `model` to the base model and `method.adapter` to `{adapter}`"
     if not is_preset(base):
@@ -88,16 +86,7 @@ def _require_base(ref: ModelRef, loaded: LoadedConfig) -> None:
             locate(base)
         except UserError as error:
             raise UserError(f"the base model `{base}` of `{ref.name}` is missing", where=error.what, fix=fix) from error
-    if ref.plan is None or ref.adapter is None:
-        return
-    before, now = read_checkpoint(ref.adapter).identity.get("weights"), fingerprint_weights(base)
-    if before is not None and now is not None and before != now:
-        raise UserError(
-            f"the base model `{base}` has changed since `{ref.name}` was trained on it",
-            where=f"its weights were {before[:16]}..., now they are {now[:16]}...",
-            fix=f"restore the model; or {fix}",
-        )
-    if is_preset(base) and loaded.config.seed != ref.plan.seed:
+    if ref.plan is not None and is_preset(base) and loaded.config.seed != ref.plan.seed:
         raise UserError(
             f"`{base}` has other random weights with `seed: {loaded.config.seed}`",
             fix=f"set `seed: {ref.plan.seed}`, as in the earlier run",

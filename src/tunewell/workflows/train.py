@@ -143,10 +143,11 @@ class Training:
             )
             run = build_run(inputs)
         if options.is_resuming:
-            if restore_run(run, folder.path, options.allowed_changes, recorder=recorder, corpus=corpus):
+            if restore_run(run, folder.path, options.allowed_changes, recorder=recorder, inputs=inputs):
                 folder.write_plan(self.loaded, run.plan, corpus, argv=options.argv)
             else:
                 folder.write_config(self.loaded, argv=options.argv)
+        folder.write_base(inputs.model)
         with recorder.stage("check", "checking that rows stay separate"):
             check_packing(inputs, run)
         return inputs, run

@@ -34,6 +34,7 @@ from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import generate
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import last_logits
+from tunewell.models.base_content import read_content
 from tunewell.records.manifest import read_manifest
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, PlainText, Probe, Proof, Question
 from tunewell.training.evaluate import questions_of
@@ -124,6 +125,7 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
         subject=model.ref.name,
         base=model.ref.base,
         is_lora=model.adapter is not None,
+        trained_on=read_content(model.ref.base) if model.adapter and model.ref.base else None,
         quantized=model.ref.plan.quantized if model.ref.plan else None,
         trained_precision=model.ref.plan.precision.value if model.ref.plan else "fp32",
         stop_ids=stop_ids,
