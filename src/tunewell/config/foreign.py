@@ -1,14 +1,17 @@
 """Settings of other trainers that are not aliases: converted to tunewell's keys, or refused with the reason.
 
 The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
-only if a config has a key that tunewell does not know.
+only if a config has a key that tunewell does not know, or a training method of another tool.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
-from tunewell.config.extensions import OPTIMIZERS
+from tunewell.config.extensions import METHODS, OPTIMIZERS
 
 _ADAMW = frozenset(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"))
 _PAGED = frozenset(("paged_adamw", "paged_adamw_32bit"))
@@ -96,6 +99,7 @@ class Translation:
 def translate(found: Mapping[str, Any]) -> Translation:
     """Translate the foreign names among unknown keys; keys that are not recognised are left out."""
     result = Translation()
+    _translate_method(found, result)
     _translate_batch(found, result)
     _translate_precision(found, result)
     _translate_strategy(found, result)
@@ -106,6 +110,26 @@ def translate(found: Mapping[str, Any]) -> Translation:
         elif name in _REFUSED:
             result.refuse(name, _REFUSED[name])
     return result
+
+
+def _translate_method(found: Mapping[str, Any], result: Translation) -> None:
+    """Translate a `method.kind` that is no training method here: `qlora` is LoRA on a base model in 4 bits."""
+    if not isinstance(given := found.get("kind"), str) or given in METHODS.names():
+        return
+    raw = json.loads(files("tunewell.config").joinpath("method_names.json").read_text(encoding="utf-8"))["names"]
+    entries = {name: own for names, own in raw.items() for name in names.split()}
+    plain = re.sub(r"[\s_-]", "", given.lower())
+    known = {name: {"set": {"method.kind": name}} for name in METHODS.names()} | entries
+    if (own := known.get(plain)) is None:
+        names = ", ".join(f"`{name}`" for name in (*METHODS.names(), "qlora", "galore"))
+        result.refuse("kind", f"write one of {names}")
+    elif "instead" in own:
+        result.refuse("kind", own["instead"])
+    else:
+        for key, value in own["set"].items():
+            result.set(key, value, "kind")
+        settings = ", ".join(f"`{key}: {json.dumps(value).strip(chr(34))}`" for key, value in own["set"].items())
+        result.notes.append(f"`method.kind: {given}` is {settings}")
 
 
 def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:
