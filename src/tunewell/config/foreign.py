@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from tunewell.config.extensions import METHODS, OPTIMIZERS
+from tunewell.config.extensions import OPTIMIZERS
 
 _ADAMW = frozenset(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"))
 _PAGED = frozenset(("paged_adamw", "paged_adamw_32bit"))
@@ -114,21 +114,15 @@ def translate(found: Mapping[str, Any]) -> Translation:
 
 def _translate_method(found: Mapping[str, Any], result: Translation) -> None:
     """Translate a `method.kind` that is no training method here: `qlora` is LoRA on a base model in 4 bits."""
-    if not isinstance(given := found.get("kind"), str) or given in METHODS.names():
-        return
-    raw = json.loads(files("tunewell.config").joinpath("method_names.json").read_text(encoding="utf-8"))["names"]
-    entries = {name: own for names, own in raw.items() for name in names.split()}
-    plain = re.sub(r"[\s_-]", "", given.lower())
-    known = {name: {"set": {"method.kind": name}} for name in METHODS.names()} | entries
-    if (own := known.get(plain)) is None:
-        names = ", ".join(f"`{name}`" for name in (*METHODS.names(), "qlora", "galore"))
-        result.refuse("kind", f"write one of {names}")
-    elif "instead" in own:
-        result.refuse("kind", own["instead"])
-    else:
-        for key, value in own["set"].items():
-            result.set(key, value, "kind")
-        settings = ", ".join(f"`{key}: {json.dumps(value).strip(chr(34))}`" for key, value in own["set"].items())
+    raw = json.loads(files("tunewell.config").joinpath("method_names.json").read_text(encoding="utf-8"))
+    given = found.get("kind")
+    own = raw["names"].get(re.sub(r"[\s_-]", "", str(given).lower()), {})
+    if isinstance(own, str):
+        return result.refuse("kind", own)
+    for key, value in own.items():
+        result.set(key, value, "kind")
+    if own:
+        settings = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in own.items()).replace('"', "")
         result.notes.append(f"`method.kind: {given}` is {settings}")
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.resources import files
 from itertools import product
 from operator import attrgetter, le
@@ -29,8 +29,7 @@ from tunewell.records.prediction import Prediction
 
 _MIN_MICRO_TOKENS = 64
 _MIN_CONTEXT = 256
-_MAX_RUNGS, _MAX_WAYS = 6, 3
-_SUPPORTED = {"train.precision": "auto", "train.attention": "auto", "train.compile": "auto", "train.masters": "fp32"}
+_MAX_RUNGS = 6
 _CERTAIN = 0.85
 """A computed run is refused only if even this share of its memory is not free."""
 
@@ -39,26 +38,22 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """One way to save memory."""
+    """One way to save memory, from `changes.json`."""
 
+    severity: int
+    """How much is taken from the run; those of several changes add up."""
     name: str
-    settings: dict[str, Any]
+    settings: Changes
     """Dotted config keys and their new values."""
     cost: str
     """What is given up."""
-    severity: int
-    """How much is taken from the run; those of several changes add up."""
-
-    def __add__(self, other: "Change") -> "Change":
-        settings = self.settings | other.settings
-        cost = self.cost if self.cost == other.cost else f"{self.cost}; {other.cost}"
-        return Change(f"{self.name}, {other.name}", settings, cost, self.severity + other.severity)
+    only: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Dotted config keys, and the values with which the change is possible."""
 
 
-@cache
-def _changes() -> dict[str, Change]:
-    raw = json.loads(files("tunewell.planning").joinpath("changes.json").read_text(encoding="utf-8"))["changes"]
-    return {key: Change(own["name"], own["set"], own["cost"], own["severity"]) for key, own in raw.items()}
+_RAW = json.loads(files("tunewell.planning").joinpath("changes.json").read_text(encoding="utf-8"))
+_LEVERS = [[Change(**own) for own in lever] for lever in _RAW["levers"]]
+_SMALLER, _SUPPORTED = Change(**_RAW["smaller"]), Change(**_RAW["supported"])
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ class Planner:
     """The measured micro-batch size; None if sizes were not compared."""
     sizes: tuple[tuple[int, float], ...] = ()
     """Measured tokens/s by micro-batch size."""
-    supported: Changes = field(default_factory=dict[str, Any])
+    supported: Sequence[Change] = ()
     """Changes that are already made, because the device refuses the config without them. Every rung contains them."""
 
     @cached_property
@@ -193,83 +188,75 @@ class Planner:
 
     @cached_property
     def ladder(self) -> list[Rung]:
-        """The combinations of changes with which the run fits, the mildest first, none with a change too many.
+        """The changes with which the run fits, the mildest first; several together only where fewer are not enough.
 
         If there is none: what each change saves, and last what the strongest ones save together.
         """
-        levers = [[own for own in lever if self.changed(own.settings)] for lever in self._levers()]
+        levers = self._levers()
 
-        def rung(levels: Sequence[int]) -> Rung | None:
-            return self._rung([lever[level - 1] for lever, level in zip(levers, levels, strict=True) if level])
-
-        def severity(levels: Sequence[int]) -> int:
-            return sum(lever[level - 1].severity for lever, level in zip(levers, levels, strict=True) if level)
+        def pick(levels: Sequence[int]) -> list[Change]:
+            return [lever[level - 1] for lever, level in zip(levers, levels, strict=True) if level]
 
         strongest = [len(lever) for lever in levers]
-        allowed = [list(range(most + 1)) for most in strongest]
+        allowed = [range(most + 1) for most in strongest]
         if self.device.host_bytes is None:  # otherwise a stronger change can need too much main memory
-            for at, levels in enumerate(allowed):
-                beside = [[*strongest[:at], level, *strongest[at + 1 :]] for level in levels]
-                allowed[at] = [level for level, own in enumerate(beside) if (found := rung(own)) and found.fits]
-        fitting: dict[tuple[int, ...], Rung] = {}
-        for levels in sorted(product(*allowed), key=severity):
-            is_too_much = any(all(map(le, milder, levels)) for milder in fitting)
-            if len(fitting) < _MAX_RUNGS and not is_too_much and (found := rung(levels)) and found.fits:
-                fitting[levels] = found
-        if fitting:
-            return list(fitting.values())
-        alone = [rung([0] * len(levers)), *(self._rung([own]) for lever in levers for own in lever), rung(strongest)]
-        return list({found.name: found for found in alone if found}.values())
+            allowed = [
+                [level for level in own if self._fits(pick([*strongest[:at], level, *strongest[at + 1 :]]))]
+                for at, own in enumerate(allowed)
+            ]
+        fitting: list[tuple[int, ...]] = []
+        for levels in sorted(product(*allowed), key=lambda levels: sum(own.severity for own in pick(levels))):
+            has_too_many = len(fitting) >= _MAX_RUNGS or any(all(map(le, milder, levels)) for milder in fitting)
+            if (np.count_nonzero(levels) < 2 or not has_too_many) and self._fits(pick(levels)):
+                fitting.append(levels)
+        alone = [[], *([own] for lever in levers for own in lever), pick(strongest)]
+        rungs = [self._rung(own) for own in (map(pick, fitting) if fitting else alone)]
+        most = self.outlook.prediction.memory.uncached_bytes
+        return [own for own in rungs if own and (own.fits or own.prediction.memory.uncached_bytes < most)]
+
+    def _settings(self, changes: Sequence[Change]) -> dict[str, Any]:
+        """Return the keys of several changes that differ from the config. Those of later changes win."""
+        merged = {key: value for own in changes for key, value in own.settings.items()}
+        merged = {key: () if value == [] else value for key, value in merged.items()}
+        return {key: value for key, value in merged.items() if attrgetter(key)(self.loaded.config) != value}
+
+    def _fits(self, changes: Sequence[Change]) -> bool:
+        return (found := self.changed(self._settings(changes))) is not None and found.prediction.fits
 
     def _rung(self, changes: Sequence[Change]) -> Rung | None:
-        """Return the run with some changes; None if it cannot be planned, or needs no less memory."""
-        settings = {key: value for own in changes for key, value in own.settings.items()}
-        settings = {key: value for key, value in settings.items() if attrgetter(key)(self.loaded.config) != value}
-        outlook, before = self.changed(settings), self.outlook.prediction.memory.uncached_bytes
-        if outlook is None or (outlook.prediction.memory.uncached_bytes >= before and not self.supported):
+        settings = self._settings(changes)
+        if (found := self.changed(settings)) is None:
             return None
-        names = [own.name for own in changes]
-        costs = [own.cost for own in changes]
-        if outlook.work.micro_tokens < outlook.work.plan.micro_batch_tokens.value:
-            settings["train.micro_batch_tokens"] = outlook.work.micro_tokens
-        if not changes and not self.supported:
-            names, costs = ["smaller micro-batches"], ["more passes for a step, with the same result"]
-        if self.supported:
-            names, costs = ["settings that the GPU supports", *names], ["another precision or kernel", *costs]
-        cost = "; ".join(dict.fromkeys(costs))
-        return Rung(", ".join(names), {**self.supported, **settings}, outlook.prediction, cost)
+        if found.work.micro_tokens < found.work.plan.micro_batch_tokens.value:
+            settings["train.micro_batch_tokens"] = found.work.micro_tokens
+        shown = [*self.supported, *changes] or [_SMALLER]
+        settings = {key: value for own in self.supported for key, value in own.settings.items()} | settings
+        cost = "; ".join(dict.fromkeys(own.cost for own in shown))
+        return Rung(", ".join(own.name for own in shown), settings, found.prediction, cost)
 
     def _levers(self) -> list[list[Change]]:
-        """Return the changes that save memory. Those in one list exclude each other; the last one saves most."""
-        config, work, known = self.loaded.config, self.outlook.work, _changes()
-        method, train = config.method, config.train
-        modes = ["off", "on", "offload"] if self.device.kind == "cuda" else ["off", "on"]
-        levers = [[known[f"recompute-{mode}"] for mode in modes[modes.index(train.recompute) + 1 :]]]
-        bases = ["none", "int8", "nf4"]
-        smaller = [known[kind] for kind in bases[bases.index(work.quantization) + 1 :]]
-        if work.num_trained_base_weights and f"small-{train.optimizer}" in known and not train.galore_8bit:
-            levers.append([known[f"small-{train.optimizer}"]])
-        if not work.is_adapter:
-            own = {f"train.{key}": field.default for key, field in type(train).model_fields.items() if "galore_" in key}
-            lora = replace(known["lora"], settings=known["lora"].settings | own)
-            levers.append([known["masters"]])
-            smaller = [lora, *(lora + own for own in smaller)]
-        elif method.adapter is None:
-            levers.append([known["rank"]] if method.rank > known["rank"].settings["method.rank"] else [])
-        if method.modules_to_save:
-            levers.append([known["modules"]])
-        return [*levers, self._shorter_contexts(), smaller]
+        """Return the changes that are possible and save memory. Those in one list exclude each other."""
+        config, base = self.loaded.config, self.changed({}) or self.outlook
+
+        def saves(own: Change) -> bool:
+            is_possible = all(attrgetter(key)(config) in values for key, values in own.only.items())
+            if not is_possible or not (settings := self._settings([own])) or (found := self.changed(settings)) is None:
+                return False
+            return found.prediction.fits or (
+                found.prediction.memory.uncached_bytes <= base.prediction.memory.uncached_bytes
+            )
+
+        levers = [*_LEVERS[:-1], self._shorter_contexts() if config.data.sources else [], _LEVERS[-1]]
+        return [list(filter(saves, lever)) for lever in levers]
 
     def _shorter_contexts(self) -> list[Change]:
-        lengths, changes = self.outlook.work.lengths, list[Change]()
-        longest = int(lengths.max(initial=1))
+        lengths, longest = self.outlook.work.lengths, int(self.outlook.work.lengths.max(initial=1))
+        changes: list[Change] = []
         for severity, context in ((4, longest // 2), (5, longest // 4)):
-            if self.loaded.config.data.sources and context >= _MIN_CONTEXT:
-                settings = {"packing.context_length": context, "packing.long_documents": "split"}
-                num_long = int((lengths > context).sum())
-                cost = f"{count(num_long, 'document')} of {count(len(lengths))} cut into pieces"
-                changes.append(Change(f"documents of at most {count(context)} tokens", settings, cost, severity))
-        return changes
+            settings = {"packing.context_length": context, "packing.long_documents": "split"}
+            cost = f"{count(int((lengths > context).sum()), 'document')} of {count(len(lengths))} cut into pieces"
+            changes.append(Change(severity, f"documents of at most {count(context)} tokens", settings, cost))
+        return changes if longest > 4 * _MIN_CONTEXT else changes[: longest // (2 * _MIN_CONTEXT)]
 
     def on_card(self, card: Card, host_bytes: int | None = None) -> "Planner":
         """Return the planner of the same config on another card. `host_bytes` is the free main memory beside it."""
@@ -279,9 +266,9 @@ class Planner:
 
     def with_supported_settings(self) -> "Planner":
         """Return the planner with automatic values of the settings that not every device supports."""
-        config = self.loaded.config
-        changes = {key: value for key, value in _SUPPORTED.items() if attrgetter(key)(config) != value}
-        return replace(self, loaded=replace(self.loaded, config=with_changes(config, changes)), supported=changes)
+        change = replace(_SUPPORTED, settings=self._settings([_SUPPORTED]))
+        config = with_changes(self.loaded.config, change.settings)
+        return replace(self, loaded=replace(self.loaded, config=config), supported=[change])
 
     def cards_that_fit(self, host_bytes: int | None = None) -> list[Card]:
         """Return the cards on which the run fits as it is, the smallest first."""
@@ -299,8 +286,9 @@ class Planner:
         free = f"{size_bytes(floor.free_bytes or 0)} are free on {self.device.label}"
         fitting = [rung for rung in self.ladder if rung.fits]
         if fitting:
-            ways = [f"{rung.name}: `{' '.join(f'--set {one}' for one in rung.sets)}`" for rung in fitting[:_MAX_WAYS]]
-            fix = f"{'; or '.join(ways)}; `tunewell plan` shows the memory and time of each"
+            smallest = min(fitting, key=lambda rung: rung.prediction.memory.needed_bytes)
+            ways = [f"{own.name}: `{' '.join(f'--set {one}' for one in own.sets)}`" for own in (fitting[0], smallest)]
+            fix = f"{'; or '.join(dict.fromkeys(ways))}; `tunewell plan` lists {count(len(fitting), 'way')}"
         else:
             cards = self.cards_that_fit()
             named = (
@@ -346,9 +334,8 @@ def _with_context(outlook: Outlook, context: int, free_disk: int | None) -> Outl
     """Return the outlook with documents cut into pieces of at most `context` tokens."""
 
     def cut(lengths: Any) -> Any:
-        parts = [np.full(int(length) // context, context) for length in lengths]
-        rests = [int(length) % context for length in lengths]
-        return np.concatenate([*parts, np.array([rest for rest in rests if rest], dtype=np.int64)]).astype(np.int64)
+        rests = lengths % context
+        return np.concatenate([np.full((lengths // context).sum(), context), rests[rests > 0]]).astype(np.int64)
 
     work = outlook.work
     shorter = replace(work, lengths=cut(work.lengths), step_lengths=tuple(cut(step) for step in work.step_lengths))

@@ -1,6 +1,5 @@
 """`tunewell plan`: predict memory, time and cost of a run."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,12 +73,8 @@ def command(
     else:
         from tunewell.cli.screens.plan import plan_screen
 
-        def train(changes: Sequence[str]) -> str:
-            keys = {text.partition("=")[0] for text in changes}
-            kept = [text for text in set_ or () if text.partition("=")[0] not in keys]
-            return train_command(config, model=model, data=data or (), sets=[*kept, *changes], offline=offline)
-
-        emit(plan_screen(result, train=train, config=str(loaded.file) if loaded.file else None))
+        train = train_command(config, model=model, data=data or (), sets=set_ or (), offline=offline)
+        emit(plan_screen(result, train=train))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 

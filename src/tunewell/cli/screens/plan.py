@@ -1,5 +1,6 @@
 """The screen of `tunewell plan`: does it fit, how long does it take, what would fit, and the reasons."""
 
+import shlex
 from typing import TYPE_CHECKING
 
 from tunewell.cli.render import folded_table, hanging, table, width
@@ -8,7 +9,7 @@ from tunewell.config.extensions import METHODS
 from tunewell.core.units import count, duration, size_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tunewell.planning.fit import Rung
     from tunewell.planning.result import PlanResult
@@ -30,8 +31,8 @@ _CHOICES = {
 }
 
 
-def plan_screen(result: "PlanResult", *, train: "Callable[[Sequence[str]], str]", config: str | None = None) -> str:
-    """Return the screen of a plan. `train` returns the command with more `--set`; `--apply` changes `config`."""
+def plan_screen(result: "PlanResult", *, train: str = "tunewell train") -> str:
+    """Return the screen of a plan."""
     if result.cards:
         lines = [cards_table(result), *_cards_ladders(result)]
     else:
@@ -42,7 +43,7 @@ def plan_screen(result: "PlanResult", *, train: "Callable[[Sequence[str]], str]"
         lines += ["", hanging("train at all?  ", f"{_CHOICES[advice.choice]}: {advice.because}")]
         lines += [hanging("  - ", option) for option in (advice.options if advice.choice != "train" else [])]
     lines += [hanging("note: ", note) for note in result.notes]
-    lines.append(hanging("next: ", _next(result, train, config)))
+    lines.append(hanging("next: ", _next(result, train)))
     return "\n".join(lines)
 
 
@@ -119,7 +120,7 @@ def _ladder(ladder: "Sequence[Rung]") -> list[str]:
                 rung.name + _beside(rung.prediction),
             ]
         )
-    chosen = next((rung for rung in ladder if rung.fits), None)
+    chosen = _mildest(ladder)
     if chosen is None:
         return [*([folded_table(rows)] if ladder else []), _NONE_FITS]
     return [folded_table(rows), hanging("mildest: ", _describe(chosen))]
@@ -149,7 +150,7 @@ def _cards_ladders(result: "PlanResult") -> list[str]:
     if len(shown) == 1:
         return ["", *lines, *_ladder(shown[0].ladder), *_other_cards(result)]
     for row in shown:
-        chosen = next((rung for rung in row.ladder if rung.fits), None)
+        chosen = _mildest(row.ladder)
         lines.append(hanging(f"{row.card.name}: ", f"fits with {_describe(chosen)}" if chosen else _NONE_FITS))
     return [*([""] if lines else []), *lines, *(_other_cards(result) if refused else [])]
 
@@ -178,22 +179,23 @@ def cards_table(result: "PlanResult") -> str:
     return table(rows)
 
 
-def _next(result: "PlanResult", train: "Callable[[Sequence[str]], str]", config: str | None) -> str:
-    where = ""
-    if result.cards:
-        row = next((row for row in result.cards if row.fits), None) or next(
-            (row for row in result.cards if any(rung.fits for rung in row.ladder)), result.cards[0]
-        )
-        where, fits, ladder = f"on {row.card.label}: ", row.fits, row.ladder
-    else:
-        fits, ladder = result.fits, result.ladder
+def _next(result: "PlanResult", train: str) -> str:
+    """Return the command for this machine, or for the first card on which the run fits, with changes if it must be."""
+    rows = sorted(result.cards, key=lambda row: (not row.fits, _mildest(row.ladder) is None))
+    where, fits, ladder = "", result.fits, result.ladder
+    if rows:
+        where, fits, ladder = f"on {rows[0].card.label}: ", rows[0].fits, rows[0].ladder
     if fits:
-        return f"{where}`{train(())}`"
-    if chosen := next((rung for rung in ladder if rung.fits), None):
-        apply = f"; or add `--apply` to this command, which writes the change into `{config}`" if config else ""
-        return f"{where}`{train(chosen.sets)}`{apply}"
+        return f"{where}`{train}`"
+    if chosen := _mildest(ladder):
+        sets = "".join(f" --set {shlex.quote(own)}" for own in chosen.sets)
+        return f"{where}`{train}{sets}`; `--apply` writes the change into the config"
     larger = ", or `tunewell notebook` to train on a larger GPU" if _COLAB & {*result.fitting_cards} else ""
     return f"choose a smaller model: `tunewell models`{larger}"
+
+
+def _mildest(ladder: "Sequence[Rung]") -> "Rung | None":
+    return next((rung for rung in ladder if rung.fits), None)
 
 
 def check_screen(run: str, predicted: "Prediction", measured: "Measurement") -> str:
