@@ -48,7 +48,7 @@ class Change:
     cost: str
     """What is given up."""
     only: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Dotted config keys, and the values with which the change is possible."""
+    """Attributes of the `Workload`, and the values with which the change is possible."""
 
 
 _RAW = json.loads(files("tunewell.planning").joinpath("changes.json").read_text(encoding="utf-8"))
@@ -206,8 +206,10 @@ class Planner:
             ]
         fitting: list[tuple[int, ...]] = []
         for levels in sorted(product(*allowed), key=lambda levels: sum(own.severity for own in pick(levels))):
-            has_too_many = len(fitting) >= _MAX_RUNGS or any(all(map(le, milder, levels)) for milder in fitting)
-            if (np.count_nonzero(levels) < 2 or not has_too_many) and self._fits(pick(levels)):
+            milder = [own for own in fitting if all(map(le, own, levels))]
+            # A change alone is listed also if a milder one of its kind fits.
+            is_listed = len(pick(levels)) == 1 or (not milder and len(fitting) < _MAX_RUNGS)
+            if is_listed and all(map(any, milder)) and self._fits(pick(levels)):
                 fitting.append(levels)
         alone = [[], *([own] for lever in levers for own in lever), pick(strongest)]
         rungs = [self._rung(own) for own in (map(pick, fitting) if fitting else alone)]
@@ -235,28 +237,23 @@ class Planner:
         return Rung(", ".join(own.name for own in shown), settings, found.prediction, cost)
 
     def _levers(self) -> list[list[Change]]:
-        """Return the changes that are possible and save memory. Those in one list exclude each other."""
-        config, base = self.loaded.config, self.changed({}) or self.outlook
+        """Return the changes that are possible. Those in one list exclude each other; the last one saves most."""
+        work = self.outlook.work
 
-        def saves(own: Change) -> bool:
-            is_possible = all(attrgetter(key)(config) in values for key, values in own.only.items())
-            if not is_possible or not (settings := self._settings([own])) or (found := self.changed(settings)) is None:
-                return False
-            return found.prediction.fits or (
-                found.prediction.memory.uncached_bytes <= base.prediction.memory.uncached_bytes
-            )
+        def is_possible(own: Change) -> bool:
+            is_meant = all(attrgetter(key)(work) in values for key, values in own.only.items())
+            return is_meant and bool(settings := self._settings([own])) and self.changed(settings) is not None
 
-        levers = [*_LEVERS[:-1], self._shorter_contexts() if config.data.sources else [], _LEVERS[-1]]
-        return [list(filter(saves, lever)) for lever in levers]
+        return [list(filter(is_possible, lever)) for lever in (*_LEVERS[:-1], self._shorter_contexts(), _LEVERS[-1])]
 
     def _shorter_contexts(self) -> list[Change]:
         lengths, longest = self.outlook.work.lengths, int(self.outlook.work.lengths.max(initial=1))
-        changes: list[Change] = []
-        for severity, context in ((4, longest // 2), (5, longest // 4)):
+        contexts, changes = [longest // 2, longest // 4] if self.loaded.config.data.sources else [], list[Change]()
+        for severity, context in enumerate([own for own in contexts if own >= _MIN_CONTEXT], 4):
             settings = {"packing.context_length": context, "packing.long_documents": "split"}
             cost = f"{count(int((lengths > context).sum()), 'document')} of {count(len(lengths))} cut into pieces"
             changes.append(Change(severity, f"documents of at most {count(context)} tokens", settings, cost))
-        return changes if longest > 4 * _MIN_CONTEXT else changes[: longest // (2 * _MIN_CONTEXT)]
+        return changes
 
     def on_card(self, card: Card, host_bytes: int | None = None) -> "Planner":
         """Return the planner of the same config on another card. `host_bytes` is the free main memory beside it."""

@@ -20,8 +20,6 @@ _SMALL_SHARE = 0.01
 _SHOWN_CARDS = 5
 _BAR = 20
 _MUCH_HOST = 4 << 30
-_COLAB = frozenset({"t4", "l4", "a100-40", "a100-80"})
-"""Cards that Colab offers."""
 _NONE_FITS = "no change of the settings makes it fit, nor all of them together"
 _CHOICES = {
     "train": "train",
@@ -159,8 +157,7 @@ def _other_cards(result: "PlanResult") -> list[str]:
     if result.fitting_cards:
         names, more = ", ".join(result.fitting_cards[:_SHOWN_CARDS]), len(result.fitting_cards) - _SHOWN_CARDS
         others = f" and {count(more)} larger cards" if more > 0 else ""
-        colab = "; `tunewell notebook` trains on Colab" if _COLAB & {*result.fitting_cards} else ""
-        return [hanging("as it is: ", f"fits on {names}{others}{colab}")]
+        return [hanging("as it is: ", f"fits on {names}{others}")]
     return [hanging("as it is: ", "fits on no card in the list")]
 
 
@@ -190,7 +187,7 @@ def _next(result: "PlanResult", train: str) -> str:
     if chosen := _mildest(ladder):
         sets = "".join(f" --set {shlex.quote(own)}" for own in chosen.sets)
         return f"{where}`{train}{sets}`; `--apply` writes the change into the config"
-    larger = ", or `tunewell notebook` to train on a larger GPU" if _COLAB & {*result.fitting_cards} else ""
+    larger = "; or train on a larger GPU: `tunewell notebook`" if result.fitting_cards else ""
     return f"choose a smaller model: `tunewell models`{larger}"
 
 
