@@ -34,6 +34,11 @@ class CardRow:
         return self.prediction is not None and self.prediction.fits
 
     @property
+    def chosen(self) -> Rung | None:
+        """The mildest change with which the run fits."""
+        return next((rung for rung in self.ladder if rung.fits), None)
+
+    @property
     def cost(self) -> float | None:
         if self.price is None or self.prediction is None:
             return None
@@ -52,6 +57,8 @@ class PlanResult:
     tokens_per_second: float
     ladder: list[Rung] = field(default_factory=list[Rung])
     cards: list[CardRow] = field(default_factory=list[CardRow])
+    card: Card | None = None
+    """The first of the cards on which the run fits, or fits with changes; `ladder` is for this card."""
     fitting_cards: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
     advice: Advice | None = None

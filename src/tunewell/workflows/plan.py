@@ -78,8 +78,8 @@ def plan(
         planner, reason = _measured(planner, progress)
     made, _, outlook = planner.first
     rows = [_card_row(planner, card, prices.get(card.name), host_bytes) for card in cards]
-    refused = [row for row in rows if not row.fits]
-    fits = not refused if cards else outlook.prediction.fits
+    best = min(rows, key=lambda row: (not row.fits, row.chosen is None), default=None)
+    fits = all(row.fits for row in rows) if rows else outlook.prediction.fits
     return PlanResult(
         plan=made,
         prediction=outlook.prediction,
@@ -87,8 +87,9 @@ def plan(
         num_parameters=planner.shape.num_weights,
         device=device,
         tokens_per_second=outlook.speed.tokens_per_second,
-        ladder=[] if fits else list(refused[0].ladder) if cards else planner.ladder,
+        ladder=list(best.ladder) if best else [] if fits else planner.ladder,
         cards=rows,
+        card=best.card if best else None,
         fitting_cards=[] if fits else [card.name for card in planner.cards_that_fit(host_bytes)],
         notes=[
             *loaded.notes,

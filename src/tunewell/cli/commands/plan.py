@@ -100,7 +100,7 @@ def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *
     from tunewell.config.edit import edit_config
     from tunewell.core.errors import UserError
 
-    if not result.ladder and not result.exit_code:
+    if not result.exit_code:
         return json_text({"fits": True, "changes": {}}) if json else "the run fits: nothing is changed"
     if number is not None and not 1 <= number <= len(result.ladder):
         raise UserError(f"there is no change {number}", fix=f"`tunewell plan` lists {len(result.ladder)} of them")

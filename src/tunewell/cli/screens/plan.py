@@ -118,10 +118,8 @@ def _ladder(ladder: "Sequence[Rung]") -> list[str]:
                 rung.name + _beside(rung.prediction),
             ]
         )
-    chosen = _mildest(ladder)
-    if chosen is None:
-        return [*([folded_table(rows)] if ladder else []), _NONE_FITS]
-    return [folded_table(rows), hanging("mildest: ", _describe(chosen))]
+    chosen = next((rung for rung in ladder if rung.fits), None)
+    return [folded_table(rows), hanging("mildest: ", _describe(chosen)) if chosen else _NONE_FITS]
 
 
 def _time(prediction: "Prediction") -> str:
@@ -148,8 +146,8 @@ def _cards_ladders(result: "PlanResult") -> list[str]:
     if len(shown) == 1:
         return ["", *lines, *_ladder(shown[0].ladder), *_other_cards(result)]
     for row in shown:
-        chosen = _mildest(row.ladder)
-        lines.append(hanging(f"{row.card.name}: ", f"fits with {_describe(chosen)}" if chosen else _NONE_FITS))
+        way = f"fits with {_describe(row.chosen)}" if row.chosen else _NONE_FITS
+        lines.append(hanging(f"{row.card.name}: ", way))
     return [*([""] if lines else []), *lines, *(_other_cards(result) if refused else [])]
 
 
@@ -177,22 +175,14 @@ def cards_table(result: "PlanResult") -> str:
 
 
 def _next(result: "PlanResult", train: str) -> str:
-    """Return the command for this machine, or for the first card on which the run fits, with changes if it must be."""
-    rows = sorted(result.cards, key=lambda row: (not row.fits, _mildest(row.ladder) is None))
-    where, fits, ladder = "", result.fits, result.ladder
-    if rows:
-        where, fits, ladder = f"on {rows[0].card.label}: ", rows[0].fits, rows[0].ladder
-    if fits:
+    where = f"on {result.card.label}: " if result.card else ""
+    if not result.exit_code:
         return f"{where}`{train}`"
-    if chosen := _mildest(ladder):
+    if chosen := result.chosen:
         sets = "".join(f" --set {shlex.quote(own)}" for own in chosen.sets)
         return f"{where}`{train}{sets}`; `--apply` writes the change into the config"
     larger = "; or train on a larger GPU: `tunewell notebook`" if result.fitting_cards else ""
     return f"choose a smaller model: `tunewell models`{larger}"
-
-
-def _mildest(ladder: "Sequence[Rung]") -> "Rung | None":
-    return next((rung for rung in ladder if rung.fits), None)
 
 
 def check_screen(run: str, predicted: "Prediction", measured: "Measurement") -> str:
