@@ -144,7 +144,7 @@ class Planner:
 
         If no micro-batch fits, the outlook has the smallest one.
         """
-        key = str(changes)
+        key = str(sorted(changes.items()))
         if key not in self._outlooks:
             self._outlooks[key] = self._changed(changes)
         return self._outlooks[key]
