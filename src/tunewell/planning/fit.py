@@ -206,7 +206,9 @@ class Planner:
             ]
         fitting: list[tuple[int, ...]] = []
         for levels in sorted(product(*allowed), key=lambda levels: sum(own.severity for own in pick(levels))):
-            milder = [own for own in fitting if all(map(le, own, levels))]
+            # Each smaller base model (the last lever) has its own mildest combinations.
+            same = [own for own in fitting if own[-1] == levels[-1] or not any(own)]
+            milder = [own for own in same if all(map(le, own, levels))]
             # A change alone is listed also if a milder one of its kind fits.
             is_listed = len(pick(levels)) == 1 or (not milder and len(fitting) < _MAX_RUNGS)
             if is_listed and all(map(any, milder)) and self._fits(pick(levels)):
