@@ -1,7 +1,11 @@
 """Settings of other trainers: each is converted, or refused with tunewell's equivalent; none gets a wrong hint."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from tunewell.config import foreign
 from tunewell.config.load import LoadedConfig, load_config
 from tunewell.core.errors import UserError
 
@@ -132,3 +136,55 @@ def test_our_key_and_the_foreign_one_are_the_same_setting():
 def test_names_that_nobody_knows_are_still_unknown():
     """Only the names of the table are taken."""
     assert "unknown key `bf17`" in refusal({"bf17": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qlora", {"kind": "lora", "quantize": "nf4"}),
+        ("QLoRA", {"kind": "lora", "quantize": "nf4"}),
+        ("lora-8bit", {"kind": "lora", "quantize": "int8"}),
+        ("dora8", {"kind": "dora", "quantize": "int8"}),
+        ("qdora", {"kind": "dora", "quantize": "nf4"}),
+        ("rsLoRA", {"kind": "lora", "rslora": True}),
+        ("galore", {"kind": "full"}),
+        ("full_finetuning", {"kind": "full"}),
+    ],
+)
+def test_a_method_that_is_a_method_with_settings_is_understood(name, expected):
+    """`init --method qlora` worked, and `method.kind: qlora` did not. What it means is noted on the screen."""
+    for loaded in (load({"method": {"kind": name}}), load({"method": {"kind": "lora"}}, f"method.kind={name}")):
+        assert {key: getattr(loaded.config.method, key) for key in expected} == expected
+        assert loaded.config.train.optimizer == ("galore" if name == "galore" else "adamw")
+        assert any(f"`method.kind: {name}` is `method.kind: {expected['kind']}`" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("lora+", "`train.learning_rate`"), ("unsloth", "a library and not a method"), ("DPO", "preferences")],
+)
+def test_a_method_that_does_not_exist_here_is_refused_with_the_nearest_one(name, instead):
+    """The list of the three methods did not say what to do."""
+    message = refusal({"method": {"kind": name}})
+    assert (
+        f"`method.kind: {name}` is not a setting" in message and instead in message and "method.kind: lora" in message
+    )
+
+
+def test_settings_that_contradict_the_name_of_a_method_are_a_mistake():
+    """The command line wins, equal settings are none, and two values in one file are refused."""
+    file = {"method": {"kind": "galore"}, "train": {"optimizer": "adamw"}}
+    assert "remove `train.optimizer`" in refusal(file)
+    assert load({"method": {"kind": "qlora", "quantize": "nf4"}}).config.method.quantize == "nf4"
+    both = load({}, "method.kind=dora8", "method.quantize=nf4").config.method
+    assert (both.kind, both.quantize) == ("dora", "nf4")
+
+
+def test_every_name_of_a_method_gives_a_valid_config():
+    """A mistake in the table would be a crash for whoever writes that name."""
+    names = json.loads(Path(foreign.__file__).with_name("method_names.json").read_text(encoding="utf-8"))["names"]
+    for name, own in names.items():
+        if isinstance(own, str):
+            assert own in refusal({"method": {"kind": name}})
+        elif own.get("method.kind") != name:
+            assert load({"method": {"kind": name}}).notes

@@ -147,6 +147,18 @@ def test_nothing_suits_is_said(project: Path, monkeypatch: pytest.MonkeyPatch, c
     assert not Path("tunewell.yaml").exists()
 
 
+def test_a_named_model_that_fits_is_not_unsuitable_because_the_hub_is_out_of_reach(
+    project: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The screen printed 6.5 of 21.7 GiB, then "no model is suitable" and advised a larger GPU."""
+    assert main(["models", "rows.jsonl", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "suitable" not in shown and "larger GPU" not in shown
+    assert "fits: HuggingFaceTB/SmolLM2-135M-Instruct; but it is not on this disk" in shown
+    assert "hub cannot be reached" in shown
+    assert "`tunewell init rows.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct`" in shown
+
+
 def test_init_without_a_model_reads_the_rows_as_with_one(project: Path, capsys: pytest.CaptureFixture[str]):
     """A chat was refused before anybody could say whose messages count, and `rows.jsonl#5` was not found."""
     turns = [(day, who) for day in range(1, 10) for who in ("Ann", "Bob", "Ann")]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,8 +16,9 @@ import pytest
 from recorded_system import RecordedSystem
 
 import tunewell
-from corpora import tree, write_sums
+from corpora import tree, write_rows, write_sums
 from forked import run_command
+from tunewell.cli.screens.plan import plan_screen
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.hardware.facts import cpu_facts
@@ -192,12 +195,78 @@ def test_json_has_the_quantised_base(project: Path) -> None:
     assert payload["plan"]["quantized"]["kind"] == "int8"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [(["--gpu", ","], "names no card"), (["--gpu", "t4", "--ram", "16"], "different machines")]
-)
-def test_an_option_that_would_be_ignored_is_refused(project: Path, options: list[str], message: str) -> None:
-    done = run_command("plan", *options, cwd=project)
-    assert done.returncode == 2 and message in done.stderr
+def test_a_gpu_option_without_a_card_is_refused(project: Path) -> None:
+    done = run_command("plan", "--gpu", ",", cwd=project)
+    assert done.returncode == 2 and "names no card" in done.stderr
+
+
+GEMMA = {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262_144,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def gemma(project: Path, tiny_model: Path) -> Path:
+    """The project with the shape of gemma-3-1b, rows of about 1,200 tokens, and GaLore under its own name."""
+    shutil.copytree(tiny_model, project / "gemma")
+    (project / "gemma" / "config.json").write_text(json.dumps(GEMMA))
+    rows = [{"instruction": f"What is {n}?", "output": f"{n} is {n}. " * (80 + n)} for n in range(60)]
+    write_rows(project / "rows.jsonl", rows)
+    config = "model: gemma\ndata: rows.jsonl\nmethod:\n  kind: galore\ntrain:\n  batch_documents: 8\n"
+    (project / "tunewell.yaml").write_text(config)
+    return project
+
+
+@pytest.mark.parametrize("ram", [[], ["--ram", "8"]])
+def test_a_card_that_is_too_small_names_what_fits_on_it(
+    gemma: Path, ram: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`plan --gpu t4` said "no" for GaLore, listed nothing, and advised `tunewell train`, which would not fit."""
+    monkeypatch.setenv("COLUMNS", "60")
+    line = ["plan", "--gpu", "2080ti", *ram]
+    done = run_command(*line, cwd=gemma)
+    assert done.returncode == 2, done.stderr
+    assert "`method.kind: galore` is `method.kind: full`" in done.stdout.replace("\n      ", " ")
+    assert "recompute activations" in done.stdout and "mildest: " in done.stdout
+    [command] = re.findall(r"`(tunewell train[^`]*)`", done.stdout.partition("next: ")[2])
+    sets = command.removeprefix("tunewell train").split()
+    assert sets and run_command(*line, *sets, cwd=gemma).returncode == 0, "the advised settings fit"
+    applied = run_command(*line, "--apply", cwd=gemma)
+    assert applied.returncode == 0 and "wrote" in applied.stdout, applied.stderr
+    assert run_command(*line, cwd=gemma).returncode == 0
+
+
+def test_no_next_line_contradicts_the_verdict(gemma: Path) -> None:
+    """Below a "no", `next: tunewell train` without a change is a lie."""
+    for sets in (["method.kind=full"], ["method.kind=lora"], ["model=70b"]):
+        config = GEMMA | {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
+        (gemma / "70b").mkdir(exist_ok=True)
+        for file in (gemma / "gemma").iterdir():
+            shutil.copy(file, gemma / "70b")
+        (gemma / "70b" / "config.json").write_text(json.dumps(config))
+        result = _plan(*sets, "device=auto", "train.batch_documents=8", options=PlanOptions(False, gpus=["t4", "3080"]))
+        screen = plan_screen(result)
+        following = screen.partition("next: ")[2]
+        fits = [row for row in result.cards if row.fits]
+        ways = [row for row in result.cards if any(rung.fits for rung in row.ladder)]
+        assert ("`tunewell train`" in following) is bool(fits)
+        assert ("`tunewell train --set" in following) is (bool(ways) and not fits)
+        assert ("choose a smaller model" in following) is not (fits or ways)
+
+
+def test_a_setting_that_a_card_refuses_is_shown_with_its_way_out(gemma: Path) -> None:
+    """`bf16: true` was "cannot run this config" on a T4, without the reason."""
+    done = run_command("plan", "--gpu", "t4", "--set", "bf16=true", cwd=gemma)
+    assert done.returncode == 2 and "bf16 cannot be used on NVIDIA Tesla T4" in done.stdout
+    assert "train.precision=auto" in done.stdout
 
 
 def test_what_the_engine_refuses_is_an_error_of_the_plan(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

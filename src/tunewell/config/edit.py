@@ -17,7 +17,7 @@ _LINE = re.compile(r"^(\s*[\w-]+:)(?:\s+[^#\s][^#]*?)?(\s+#.*)?$")
 
 def edit_config(loaded: LoadedConfig, changes: Mapping[str, Any]) -> Path:
     """Write dotted keys into the config file, and return its path. Raise UserError if that is not possible."""
-    sets = " ".join(f"--set {key}={_scalar(value)}" for key, value in changes.items())
+    sets = " ".join(f"--set {key}={as_scalar(value)}" for key, value in changes.items())
     if loaded.file is None:
         raise UserError("there is no config file to change", fix=f"add to the command: `{sets}`")
     before = loaded.file.read_text(encoding="utf-8")
@@ -43,12 +43,12 @@ def set_key(text: str, key: str, value: Any, *, comment: str | None = None) -> s
     """
     lines, path = text.splitlines(), tuple(key.split("."))
     known = {format_key(found): number for found, number in read_yaml(text, "config").lines.items()}
-    entry = f"{path[-1]}: {_scalar(value)}"
+    entry = f"{path[-1]}: {as_scalar(value)}"
     if key in known:
         at = known[key] - 1
         if not (matched := _LINE.match(lines[at])):
             raise UserError(f"`{key}` is not on a line of its own", fix=f"write `{entry}`")
-        lines[at] = f"{matched[1]} {_scalar(value)}{matched[2] or '' if comment is None else f'   # {comment}'}"
+        lines[at] = f"{matched[1]} {as_scalar(value)}{matched[2] or '' if comment is None else f'   # {comment}'}"
     elif len(path) == 1:
         lines.append(entry)
     elif path[0] in known:
@@ -69,7 +69,8 @@ def set_key(text: str, key: str, value: Any, *, comment: str | None = None) -> s
     return "\n".join(lines) + "\n"
 
 
-def _scalar(value: Any) -> str:
+def as_scalar(value: Any) -> str:
+    """Return a value as YAML on one line."""
     return value if isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) else json.dumps(value)
 
 

@@ -1,11 +1,14 @@
 """Settings of other trainers that are not aliases: converted to tunewell's keys, or refused with the reason.
 
 The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
-only if a config has a key that tunewell does not know.
+only if a config has a key that tunewell does not know, or a training method of another tool.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 from tunewell.config.extensions import OPTIMIZERS
@@ -96,6 +99,7 @@ class Translation:
 def translate(found: Mapping[str, Any]) -> Translation:
     """Translate the foreign names among unknown keys; keys that are not recognised are left out."""
     result = Translation()
+    _translate_method(found, result)
     _translate_batch(found, result)
     _translate_precision(found, result)
     _translate_strategy(found, result)
@@ -106,6 +110,20 @@ def translate(found: Mapping[str, Any]) -> Translation:
         elif name in _REFUSED:
             result.refuse(name, _REFUSED[name])
     return result
+
+
+def _translate_method(found: Mapping[str, Any], result: Translation) -> None:
+    """Translate a `method.kind` that is no training method here: `qlora` is LoRA on a base model in 4 bits."""
+    raw = json.loads(files("tunewell.config").joinpath("method_names.json").read_text(encoding="utf-8"))
+    given = found.get("kind")
+    own = raw["names"].get(re.sub(r"[\s_-]", "", str(given).lower()), {})
+    if isinstance(own, str):
+        return result.refuse("kind", own)
+    for key, value in own.items():
+        result.set(key, value, "kind")
+    if own:
+        settings = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in own.items()).replace('"', "")
+        result.notes.append(f"`method.kind: {given}` is {settings}")
 
 
 def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from tunewell.config.extensions import METHODS
 from tunewell.config.keys import alias_paths, all_keys, dotted_name, format_key, nearest_keys, parse_key, resolve_alias
 from tunewell.config.schema import ALIASES, Config, as_sources
 from tunewell.config.yaml_reader import (
@@ -330,25 +331,32 @@ def _translate_foreign(draft: _Draft) -> None:
     sections: list[KeyPath] = [(), *((name,) for name in Config.model_fields)]
     keys = [(*path, key) for path in sections for key in _section(draft.tree, path)]
     unknown = {str(key[-1]): key for key in keys if dotted_name(key) not in all_keys()}
+    if _section(draft.tree, ("method",)).get("kind", METHODS.names()[0]) not in METHODS.names():
+        unknown["kind"] = ("method", "kind")
     if not unknown:
         return
     from tunewell.config.foreign import translate  # only for configs with unknown keys
 
-    found = translate({name: _section(draft.tree, path[:-1])[path[-1]] for name, path in unknown.items()})
+    given = {name: _section(draft.tree, path[:-1])[path[-1]] for name, path in unknown.items()}
+    found = translate(given)
     draft.notes += found.notes
-    for name, reason in found.refused.items():
-        draft.problems.append(Problem(f"`{name}` is not a setting of tunewell", draft.origin(unknown[name]), reason))
-    for key, (value, name) in found.values.items():
-        ours, origin = tuple(key.split(".")), draft.origin(unknown[name])
-        is_set = ours[-1] in _section(draft.tree, ours[:-1])
-        if is_set and not origin.startswith("--set") and not draft.origin(ours).startswith("--set"):
-            both = f"`{name}` ({origin}) and `{key}` ({draft.origin(ours)}) are the same setting"
-            draft.problems.append(Problem(both, origin, f"keep `{key}`"))
-        elif not is_set or origin.startswith("--set"):
-            set_value(draft.tree, ours, value)
-            draft.origins[ours] = origin
+    shown = {name: f"`{name}`" for name in unknown} | {"kind": f"`method.kind: {given.get('kind')}`"}
     for name in found.used:
         del _section(draft.tree, unknown[name][:-1])[unknown[name][-1]]
+    for name, reason in found.refused.items():
+        what = f"{shown[name]} is not a setting of tunewell"
+        draft.problems.append(Problem(what, draft.origin(unknown[name]), reason))
+    for key, (value, name) in found.values.items():
+        ours, origin = tuple(key.split(".")), draft.origin(unknown[name])
+        is_set = _section(draft.tree, ours[:-1]).get(ours[-1], value) != value
+        is_kept = is_set and draft.origin(ours).startswith("--set")
+        if is_set and not is_kept and not origin.startswith("--set"):
+            both = f"{shown[name]} ({origin}) and `{key}` ({draft.origin(ours)}) are the same setting"
+            fix = f"remove `{key}`" if name == "kind" else f"keep `{key}`"
+            draft.problems.append(Problem(both, origin, fix))
+        elif not is_kept:
+            set_value(draft.tree, ours, value)
+            draft.origins[ours] = origin
 
 
 def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:

@@ -35,9 +35,8 @@ class Card:
     def facts(self) -> DeviceFacts:
         """Return the facts of an idle card."""
         is_new = self.capability >= _AMPERE
-        return DeviceFacts(
-            "cuda", "cuda:0", self.label, self.memory_bytes, self.memory_bytes, has_bf16=is_new, has_flash=is_new
-        )
+        size = self.memory_bytes
+        return DeviceFacts("cuda", "cuda:0", self.label, size, size, has_bf16=is_new, has_flash=is_new, is_here=False)
 
 
 @lru_cache

@@ -32,6 +32,10 @@ class DeviceFacts:
     """Whether the device has bf16 units. torch accepts bf16 everywhere, but a CPU without them is 50 times slower."""
     has_flash: bool
     """Whether the device supports torch's variable-length flash attention."""
+    is_here: bool = True
+    """Whether it is a device of this machine, on which this machine's packages are installed."""
+    host_bytes: int | None = None
+    """Free main memory beside a GPU; None if it does not decide."""
 
 
 def cpu_facts() -> DeviceFacts:

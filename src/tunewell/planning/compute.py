@@ -222,7 +222,7 @@ def choose_quantization(inputs: PlanInputs) -> QuantizedBase | None:
             where=inputs.where("method.quantize"),
             fix="set `method.quantize: int8`, or train on a machine with an NVIDIA GPU: `tunewell notebook`",
         )
-    if (kind == "nf4" or saved is not None) and find_spec("bitsandbytes") is None:
+    if (kind == "nf4" or saved is not None) and inputs.device.is_here and find_spec("bitsandbytes") is None:
         raise UserError(
             f"{kind} on {inputs.device.label} needs `bitsandbytes`, which is not installed",
             where=inputs.where("method.quantize") if saved is None else "`quantization_config` in its `config.json`",

@@ -98,10 +98,10 @@ def predict(
         spread = _MEASURED_SPREAD
     cached = max(0, memory.with_cache_bytes - peak)
     peak += cached
-    free = work.device.free_bytes
+    free, host = work.device.free_bytes, work.device.host_bytes
     basis = [measured.because if measured else _architecture(work), *speed.basis]
     prediction = Prediction(
-        fits=free is None or needed <= (1 - _MARGIN) * free,
+        fits=(free is None or needed <= (1 - _MARGIN) * free) and (host is None or (memory.host_bytes or 0) <= host),
         is_measured=measured is not None,
         memory=MemoryPrediction(
             peak_bytes=peak,

@@ -64,9 +64,14 @@ ThreadMeasurement = Callable[[Sequence[tuple[int, int, int]]], Chosen[int]]
 
 
 def plan_run(
-    loaded: LoadedConfig, corpus: Corpus, device: DeviceFacts, *, measure_threads: ThreadMeasurement
+    loaded: LoadedConfig,
+    corpus: Corpus,
+    device: DeviceFacts,
+    *,
+    measure_threads: ThreadMeasurement,
+    order: DataOrder | None = None,
 ) -> tuple[Plan, DataOrder]:
-    """Plan a run and the order of its documents."""
+    """Plan a run and the order of its documents. `order` is that of a plan with the same steps, to save time."""
     config = loaded.config
     assert config.model is not None
     facts = read_facts(loaded.seen(config.model))
@@ -77,7 +82,7 @@ def plan_run(
     launched, saved = launcher_precision(), facts.quantization
     inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads, launched, saved)
     batch = choose_batch(inputs)
-    order = DataOrder(
+    order = order or DataOrder(
         lengths=corpus.index["length"].astype("int64"),
         seed=config.seed,
         corpus_sha256=corpus.manifest.corpus_sha256,

@@ -21,9 +21,22 @@ class CardRow:
     card: Card
     prediction: Prediction | None
     """None if the config cannot run there."""
+    problem: str = ""
+    """Why the config cannot run there, and the way out."""
+    ladder: Sequence[Rung] = ()
+    """What would make the run fit there; empty if it fits."""
     micro_batch_tokens: int = 0
     price: float | None = None
     """Per hour."""
+
+    @property
+    def fits(self) -> bool:
+        return self.prediction is not None and self.prediction.fits
+
+    @property
+    def chosen(self) -> Rung | None:
+        """The mildest change with which the run fits."""
+        return next((rung for rung in self.ladder if rung.fits), None)
 
     @property
     def cost(self) -> float | None:
@@ -44,6 +57,8 @@ class PlanResult:
     tokens_per_second: float
     ladder: list[Rung] = field(default_factory=list[Rung])
     cards: list[CardRow] = field(default_factory=list[CardRow])
+    card: Card | None = None
+    """The first of the cards on which the run fits, or fits with changes; `ladder` is for this card."""
     fitting_cards: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
     advice: Advice | None = None
@@ -59,13 +74,13 @@ class PlanResult:
     @property
     def chosen(self) -> Rung | None:
         """The mildest change with which the run fits."""
-        return next((rung for rung in self.ladder if rung.prediction.fits), None)
+        return next((rung for rung in self.ladder if rung.fits), None)
 
     @property
     def exit_code(self) -> int:
         """2 if the run does not fit. With `--gpu`, if it fits on none of the cards."""
         if self.cards:
-            return 0 if any(row.prediction and row.prediction.fits for row in self.cards) else EXIT_DOES_NOT_FIT
+            return 0 if any(row.fits for row in self.cards) else EXIT_DOES_NOT_FIT
         return 0 if self.fits else EXIT_DOES_NOT_FIT
 
     @property
@@ -90,7 +105,9 @@ class PlanResult:
             "cards": [
                 {
                     "card": row.card.name,
-                    "fits": bool(row.prediction and row.prediction.fits),
+                    "fits": row.fits,
+                    "problem": row.problem or None,
+                    "ladder": [rung.as_json() for rung in row.ladder],
                     "peak_bytes": row.prediction.memory.uncached_bytes if row.prediction else None,
                     "seconds": row.prediction.seconds.model_dump(include={"low", "high"}) if row.prediction else None,
                     "micro_batch_tokens": row.micro_batch_tokens,

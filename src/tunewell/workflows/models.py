@@ -26,6 +26,8 @@ _ASSUMED = RowStatistics(num_rows=500, lengths=(200,), supervised_share=0.5)
 """Rows that are assumed if none are named."""
 _MAX_LOCAL = 20
 """Models on this disk that are compared; reading the header of a GGUF file takes up to 0.3 s."""
+_WHY_NOT_DOWNLOADED = "it is not on this disk, and the hub cannot be reached"
+_WHY_NOT_CHOSEN = "its licence needs a login at the hub, or it is not a model for such rows"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class ModelsResult:
     """Other models on this disk."""
     recommended: ModelNeeds | None
     because: str
+    """Why it is recommended; without one, why a named model is not, although it fits."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `models --json` prints."""
@@ -97,7 +100,8 @@ def models(
     if is_online is None:
         is_online = not _is_offline(system) and hub_problem() is None
     found = recommend([*compared, *on_disk], rows, is_online=is_online)
-    return ModelsResult(rows, source, machine, compared, on_disk, *(found or (None, "")))
+    obstacle = "" if not names else _WHY_NOT_CHOSEN if is_online else _WHY_NOT_DOWNLOADED
+    return ModelsResult(rows, source, machine, compared, on_disk, *(found or (None, obstacle)))
 
 
 def recommend_model(data: str, *, sets: Sequence[str] = (), progress: ProgressListener = silent) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """`tunewell plan`: predict memory, time and cost of a run, without torch."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tunewell.hardware.facts import DeviceFacts
 from tunewell.hardware.machine import Machine, read_machine
 from tunewell.hardware.system import System
 from tunewell.planning.advice import advise
-from tunewell.planning.fit import Planner, on_card
+from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import Outlook, shape_of
 from tunewell.planning.machine_notes import machine_notes
 from tunewell.planning.result import CardRow, PlanResult
@@ -25,6 +26,8 @@ from tunewell.workflows.prepare import prepare
 
 _HERE = "here"
 """The name of this machine in `plan.prices`."""
+_FREE_RAM = 0.9
+"""Share of `--ram` that the system leaves to a run."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class PlanOptions:
     is_measuring: bool = True
     gpus: Sequence[str] = ()
     ram_bytes: int | None = None
-    """Plan for a machine with this much main memory."""
+    """Plan for a machine with this much main memory; with `gpus`, beside each of them."""
 
 
 def plan(
@@ -58,7 +61,9 @@ def plan(
     device = machine.device(loaded.config.device)
     if not cards:
         _require_device(loaded, device, machine)
-    device = _with_ram(device, options.ram_bytes)
+    host_bytes = None if options.ram_bytes is None else int(options.ram_bytes * _FREE_RAM)
+    if host_bytes is not None and not cards:
+        device = _with_ram(device, options.ram_bytes or 0, host_bytes)
     run = loaded.path(loaded.config.run)
     planner = Planner(
         loaded,
@@ -72,7 +77,9 @@ def plan(
     if options.is_measuring and not cards and options.ram_bytes is None:
         planner, reason = _measured(planner, progress)
     made, _, outlook = planner.first
-    fits = outlook.prediction.fits
+    rows = [_card_row(planner, card, prices.get(card.name), host_bytes) for card in cards]
+    best = min(rows, key=lambda row: (not row.fits, row.chosen is None), default=None)
+    fits = all(row.fits for row in rows) if rows else outlook.prediction.fits
     return PlanResult(
         plan=made,
         prediction=outlook.prediction,
@@ -80,14 +87,16 @@ def plan(
         num_parameters=planner.shape.num_weights,
         device=device,
         tokens_per_second=outlook.speed.tokens_per_second,
-        ladder=[] if fits else planner.ladder,
-        cards=[_card_row(planner, card, prices) for card in cards],
-        fitting_cards=[] if fits else [card.name for card in planner.cards_that_fit()],
+        ladder=list(best.ladder) if best else [] if fits else planner.ladder,
+        cards=rows,
+        card=best.card if best else None,
+        fitting_cards=[] if fits else [card.name for card in planner.cards_that_fit(host_bytes)],
         notes=[
+            *loaded.notes,
             *([reason] if reason else []),
             *_layer_notes(outlook),
             *([few] if (few := corpus.manifest.too_few_to_judge) else []),
-            *machine_notes(machine, made, outlook, corpus=corpus.path, run=run),
+            *([] if cards else machine_notes(machine, made, outlook, corpus=corpus.path, run=run)),
         ],
         advice=advise(corpus),
         sizes=planner.sizes,
@@ -130,12 +139,10 @@ def _require_device(loaded: LoadedConfig, device: DeviceFacts, machine: Machine)
         )
 
 
-def _with_ram(device: DeviceFacts, ram_bytes: int | None) -> DeviceFacts:
-    if ram_bytes is None:
-        return device
+def _with_ram(device: DeviceFacts, ram_bytes: int, free_bytes: int) -> DeviceFacts:
     if device.kind != "cpu":
         raise UserError("`--ram` plans a run on a CPU", fix="add `--set device=cpu`, or use `--gpu`")
-    return replace(device, memory_bytes=ram_bytes, free_bytes=int(ram_bytes * 0.9))
+    return replace(device, memory_bytes=ram_bytes, free_bytes=free_bytes)
 
 
 def _existing(path: Path) -> Path:
@@ -143,8 +150,15 @@ def _existing(path: Path) -> Path:
     return next((folder for folder in [path, *path.absolute().parents] if folder.is_dir()), Path.cwd())
 
 
-def _card_row(planner: Planner, card: Card, prices: dict[str, float]) -> CardRow:
-    outlook: Outlook | None = on_card(planner, card)
-    if outlook is None:
-        return CardRow(card, None, price=prices.get(card.name))
-    return CardRow(card, outlook.prediction, outlook.work.micro_tokens, prices.get(card.name))
+def _card_row(planner: Planner, card: Card, price: float | None, host_bytes: int | None) -> CardRow:
+    there = planner.on_card(card, host_bytes)
+    try:
+        outlook = there.outlook
+    except UserError as error:
+        problem = f"{error.what}; {error.fix}" if error.fix else error.what
+        there = there.with_supported_settings()
+        with suppress(UserError):
+            return CardRow(card, None, problem, there.ladder, price=price)
+        return CardRow(card, None, problem, price=price)
+    ladder = () if outlook.prediction.fits else there.ladder
+    return CardRow(card, outlook.prediction, "", ladder, outlook.work.micro_tokens, price)

@@ -27,7 +27,8 @@ def command(
         str | None, typer.Option(metavar="CARDS", help="Other GPU cards, separated by commas: `t4,4090,a100-80,h200`.")
     ] = None,
     ram: Annotated[
-        float | None, typer.Option(metavar="GB", help="Plan for a CPU with this much main memory, in GB.")
+        float | None,
+        typer.Option(metavar="GB", help="Plan for a CPU with this much main memory, in GB; with `--gpu`, beside it."),
     ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="If it does not fit, write the mildest change that does into the config.")
@@ -59,8 +60,6 @@ def command(
     names = [name.strip() for name in (gpu or "").split(",") if name.strip()]
     if gpu is not None and not names:
         raise UserError("`--gpu` names no card", fix="like `--gpu t4,4090`")
-    if names and ram is not None:
-        raise UserError("`--gpu` and `--ram` plan for different machines", fix="use one of them at a time")
     loaded = load_config(config, with_offline(set_, offline), model=model, data=data)
     options = PlanOptions(not no_measure, names, None if ram is None else int(ram * 1e9))
     clean_up_when_terminated()
@@ -101,7 +100,7 @@ def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *
     from tunewell.config.edit import edit_config
     from tunewell.core.errors import UserError
 
-    if result.fits:
+    if not result.exit_code:
         return json_text({"fits": True, "changes": {}}) if json else "the run fits: nothing is changed"
     if number is not None and not 1 <= number <= len(result.ladder):
         raise UserError(f"there is no change {number}", fix=f"`tunewell plan` lists {len(result.ladder)} of them")

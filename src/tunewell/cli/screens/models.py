@@ -98,9 +98,14 @@ def rough_duration(seconds: float) -> str:
 
 def _recommended(result: "ModelsResult") -> list[str]:
     best = result.recommended
+    fitting = [shlex.quote(model.name) for model in result.models if not model.problem]
+    if best is None and fitting and result.because:
+        init = f"`tunewell init{_rows(result)} --model {fitting[0]}`"
+        ways = f"{init} with a connection, or `--model FOLDER` with a copy of it"
+        return [hanging("fits: ", f"{', '.join(fitting)}; but {result.because}"), hanging("next: ", ways)]
     if best is None:
         return ["no model in the list is suitable", hanging("next: ", "train on a larger GPU: `tunewell notebook`")]
-    name, data = shlex.quote(best.name), f" {shlex.quote(result.data)}" if result.data else " ROWS"
+    name = shlex.quote(best.name)
     seconds = f"; about {rough_duration(best.seconds)}" if best.seconds is not None else ""
     rows = [["recommended", f"{best.name}: {result.because}{seconds}"]]
     if best.model is not None:
@@ -109,5 +114,9 @@ def _recommended(result: "ModelsResult") -> list[str]:
         rows.append(["good for", entry.good_for])
         rows.append(["licence", f"{entry.license}; {languages}; context of {count(entry.context)} tokens"])
     method = " --method qlora" if best.method == "qlora" else ""
-    steps = f"`tunewell init{data} --model {name}{method}`; to talk to it first: `tunewell chat {name}`"
+    steps = f"`tunewell init{_rows(result)} --model {name}{method}`; to talk to it first: `tunewell chat {name}`"
     return [folded_table(rows), hanging("next: ", steps)]
+
+
+def _rows(result: "ModelsResult") -> str:
+    return f" {shlex.quote(result.data)}" if result.data else " ROWS"

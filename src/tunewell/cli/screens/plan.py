@@ -1,5 +1,6 @@
 """The screen of `tunewell plan`: does it fit, how long does it take, what would fit, and the reasons."""
 
+import shlex
 from typing import TYPE_CHECKING
 
 from tunewell.cli.render import folded_table, hanging, table, width
@@ -8,6 +9,9 @@ from tunewell.config.extensions import METHODS
 from tunewell.core.units import count, duration, size_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tunewell.planning.fit import Rung
     from tunewell.planning.result import PlanResult
     from tunewell.records.prediction import Measurement, Prediction
 
@@ -15,6 +19,8 @@ _NOT_AT_ONCE = ("evaluation", "generation")
 _SMALL_SHARE = 0.01
 _SHOWN_CARDS = 5
 _BAR = 20
+_MUCH_HOST = 4 << 30
+_NONE_FITS = "no change of the settings makes it fit, nor all of them together"
 _CHOICES = {
     "train": "train",
     "retrieve": "retrieve instead of training",
@@ -26,15 +32,15 @@ _CHOICES = {
 def plan_screen(result: "PlanResult", *, train: str = "tunewell train") -> str:
     """Return the screen of a plan."""
     if result.cards:
-        lines = [cards_table(result)]
+        lines = [cards_table(result), *_cards_ladders(result)]
     else:
         lines = [*_verdict(result), "", folded_table(_rows(result))]
-        lines += [] if result.fits else ["", *_ladder(result)]
+        lines += [] if result.fits else ["", *_ladder(result.ladder), *_other_cards(result)]
     if result.advice is not None:
         advice = result.advice
         lines += ["", hanging("train at all?  ", f"{_CHOICES[advice.choice]}: {advice.because}")]
         lines += [hanging("  - ", option) for option in (advice.options if advice.choice != "train" else [])]
-    lines += [hanging("note: ", note) for note in (result.notes if not result.cards else [])]
+    lines += [hanging("note: ", note) for note in result.notes]
     lines.append(hanging("next: ", _next(result, train)))
     return "\n".join(lines)
 
@@ -65,7 +71,7 @@ def _rows(result: "PlanResult") -> list[list[str]]:
         ["memory", _parts(prediction)],
         ["  by phase", ", ".join(f"{name} {size_bytes(size)}" for name, size in memory.phases.items()) + cached],
     ]
-    if memory.host_bytes is not None and memory.host_bytes > 4 << 30:
+    if memory.host_bytes is not None and memory.host_bytes > _MUCH_HOST:
         rows.append(["  main memory", size_bytes(memory.host_bytes)])
     if result.sizes:
         best = max(rate for _, rate in result.sizes)
@@ -100,31 +106,57 @@ def _parts(prediction: "Prediction") -> str:
     return ", ".join(f"{name} {size_bytes(size)}" for name, size in shown.items())
 
 
-def _ladder(result: "PlanResult") -> list[str]:
+def _ladder(ladder: "Sequence[Rung]") -> list[str]:
     rows = [["", "fits", "memory", "time", "what would help"]]
-    for number, rung in enumerate(result.ladder, 1):
-        seconds = rung.prediction.seconds
+    for number, rung in enumerate(ladder, 1):
         rows.append(
             [
                 str(number),
-                "yes" if rung.prediction.fits else "no",
-                size_bytes(rung.prediction.memory.uncached_bytes),
-                f"{duration(seconds.low)} to {duration(seconds.high)}",
-                rung.name,
+                "yes" if rung.fits else "no",
+                size_bytes(rung.prediction.memory.needed_bytes),
+                _time(rung.prediction),
+                rung.name + _beside(rung.prediction),
             ]
         )
-    lines = [folded_table(rows)]
-    chosen = result.chosen
-    if chosen is not None:
-        sets = ", ".join(f"`{key}: {value}`" for key, value in chosen.changes.items())
-        lines.append(hanging("mildest: ", f"{chosen.name}: {sets} ({chosen.cost})"))
+    chosen = next((rung for rung in ladder if rung.fits), None)
+    return [folded_table(rows), hanging("mildest: ", _describe(chosen)) if chosen else _NONE_FITS]
+
+
+def _time(prediction: "Prediction") -> str:
+    return f"{duration(prediction.seconds.low)} to {duration(prediction.seconds.high)}"
+
+
+def _describe(rung: "Rung") -> str:
+    sets = ", ".join(f"`{one}`" for one in rung.sets)
+    return f"{rung.name}{_beside(rung.prediction)}: {sets} ({rung.cost})"
+
+
+def _beside(prediction: "Prediction") -> str:
+    host = prediction.memory.host_bytes or 0
+    return f" (and {size_bytes(host)} of main memory)" if host > _MUCH_HOST else ""
+
+
+def _cards_ladders(result: "PlanResult") -> list[str]:
+    """Return what would make the run fit on each card on which it does not: the ladder, or only its first rung."""
+    refused = [row for row in result.cards if not row.fits]
+    host = max((row.prediction.memory.host_bytes or 0 for row in result.cards if row.prediction), default=0)
+    lines = [hanging("beside: ", f"{size_bytes(host)} of main memory to load the model")] if host > _MUCH_HOST else []
+    lines += [hanging(f"{row.card.name}: ", row.problem) for row in refused if row.problem]
+    shown = [row for row in refused if row.ladder or not row.problem]
+    if len(shown) == 1:
+        return ["", *lines, *_ladder(shown[0].ladder), *_other_cards(result)]
+    for row in shown:
+        way = f"fits with {_describe(row.chosen)}" if row.chosen else _NONE_FITS
+        lines.append(hanging(f"{row.card.name}: ", way))
+    return [*([""] if lines else []), *lines, *(_other_cards(result) if refused else [])]
+
+
+def _other_cards(result: "PlanResult") -> list[str]:
     if result.fitting_cards:
         names, more = ", ".join(result.fitting_cards[:_SHOWN_CARDS]), len(result.fitting_cards) - _SHOWN_CARDS
         others = f" and {count(more)} larger cards" if more > 0 else ""
-        lines.append(hanging("as it is: ", f"fits on {names}{others}; `tunewell notebook` trains on Colab"))
-    elif chosen is None:
-        lines.append(hanging("as it is: ", "fits on no card in the list: use a smaller model"))
-    return lines
+        return [hanging("as it is: ", f"fits on {names}{others}")]
+    return [hanging("as it is: ", "fits on no card in the list")]
 
 
 def cards_table(result: "PlanResult") -> str:
@@ -136,24 +168,21 @@ def cards_table(result: "PlanResult") -> str:
         if row.prediction is None:
             rows.append([*head, "no", "cannot run this config", ""])
             continue
-        seconds = row.prediction.seconds
-        cells = [
-            size_bytes(row.prediction.memory.uncached_bytes),
-            f"{duration(seconds.low)} to {duration(seconds.high)}",
-        ]
-        if not row.prediction.fits:
-            cells[1] = "-"
-        cost = [] if not has_prices else [f"{row.cost:,.2f}" if row.cost is not None and row.prediction.fits else "-"]
-        rows.append([*head, "yes" if row.prediction.fits else "no", *cells, *cost])
+        cells = [size_bytes(row.prediction.memory.needed_bytes), _time(row.prediction) if row.fits else "-"]
+        cost = [] if not has_prices else [f"{row.cost:,.2f}" if row.cost is not None and row.fits else "-"]
+        rows.append([*head, "yes" if row.fits else "no", *cells, *cost])
     return table(rows)
 
 
 def _next(result: "PlanResult", train: str) -> str:
-    if result.cards or result.fits:
-        return f"`{train}`"
-    if result.chosen is not None:
-        return "`tunewell plan --apply` writes the mildest change into the config"
-    return "choose a smaller model, or `tunewell notebook` to train on a larger GPU"
+    where = f"on {result.card.label}: " if result.card else ""
+    if not result.exit_code:
+        return f"{where}`{train}`"
+    if chosen := result.chosen:
+        sets = "".join(f" --set {shlex.quote(own)}" for own in chosen.sets)
+        return f"{where}`{train}{sets}`; `--apply` writes the change into the config"
+    larger = "; or train on a larger GPU: `tunewell notebook`" if result.fitting_cards else ""
+    return f"choose a smaller model: `tunewell models`{larger}"
 
 
 def check_screen(run: str, predicted: "Prediction", measured: "Measurement") -> str:
