@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
@@ -14,8 +15,10 @@ from tunewell.diagnosis.inputs import open_documents, read_stream
 from tunewell.diagnosis.knowledge import load_tools
 from tunewell.diagnosis.ranking import rank
 from tunewell.diagnosis.reading import Reading
+from tunewell.diagnosis.requirements import version_conflicts
 
 _LONGEST_PATH = 4096
+CONFLICT = "incompatible-versions"
 _NONE: Versions = MappingProxyType({})
 
 
@@ -70,7 +73,9 @@ def _conclude(readings: Sequence[Reading], notes: Sequence[str], versions: Versi
     hints = [
         hint for reading in readings if reading.text for hint in lint(reading.text, reading, stated | dict(versions))
     ]
+    mend = "; ".join(filter(None, (version_conflicts(reading.text, reading) for reading in readings if reading.text)))
     findings, more = rank(readings)
+    findings = [replace(found, fix=mend) if found.id == CONFLICT else found for found in findings]
     labels = {tool.name: tool.label for tool in load_tools()}
     tool = next((reading.tool for reading in readings if reading.tool), None)
     return Diagnosis(

@@ -72,7 +72,8 @@ def find_candidates(reading: Reading) -> list[Candidate]:
                 continue
             # In a document of many paragraphs, a sentence is one line, at most two.
             within = 1 if signature.is_sentence and not reading.prose else signature.within
-            evidence = complete(signature, reading.hits, facts, within=within)
+            without = reading.advice if signature.is_sentence else ()
+            evidence = complete(signature, reading.hits, facts, within=within, without=without)
             if evidence is None or (signature.is_sentence and not _are_sentences(evidence, reading)):
                 continue
             evidence = [*evidence, *(shown for fact in signature.facts for shown in reading.facts[fact])]
@@ -150,7 +151,7 @@ def rank(readings: Sequence[Reading]) -> tuple[list[Finding], list[str]]:
     strong = [c for c in merged if c.failure.id != UNKNOWN and c.confidence >= LEAST_CONFIDENCE]
     hints = [c for c in merged if c.failure.id != UNKNOWN and c.confidence < LEAST_CONFIDENCE]
     findings = [_finding(candidate, tool, because) for candidate, because in _order(strong)]
-    notes = [f"harmless: line {shown.line}: {shown.text}" for shown in _unique(harmless)[:3]]
+    notes = [f"harmless: line {shown.line}: {shown.note or shown.text}" for shown in _unique(harmless)[:3]]
     is_healthy = _is_healthy(readings, merged, harmless)
     unexplained = _unexplained(readings, strong, harmless)
     is_failing = any(finding.severity == "failure" and finding.confidence >= 0.5 for finding in findings)
@@ -162,7 +163,9 @@ def rank(readings: Sequence[Reading]) -> tuple[list[Finding], list[str]]:
 
 def _with_guess(candidates: list[Candidate], reading: Reading) -> list[Candidate]:
     """Add the class that sentences are most similar to. Where it contradicts a signature, both are less certain."""
-    guessed = guess_class(reading.prose)
+    lines = enumerate(reading.prose.split("\n"), 1)
+    described = [line for number, line in lines if line.strip() and number not in reading.advice]
+    guessed = guess_class("\n".join(described)) if len(described) > len(reading.advice) else None
     if guessed is None:
         return candidates
     failure, confidence = guessed
