@@ -15,6 +15,7 @@ from tunewell.diagnosis.similarity import guess_class
 LEAST_CONFIDENCE = 0.45
 """Weaker evidence is mentioned as a hint of an unknown failure, not reported."""
 _MORE_EVIDENCE = 0.02
+_CLEAR = 0.79
 _CLOSE, _DOUBT = 0.08, 0.12
 """If another class fits a sentence nearly as well, the first one is less certain."""
 _WARNING_PENALTY = 0.2
@@ -31,6 +32,8 @@ _MAX_EVIDENCE = 4
 _WHOLE_CONFIG = 8
 """Known keys from which a text is a whole config, and not a few lines that a person comments on."""
 _MAX_FINDINGS = 12
+_LEAST_WORDS = 6
+"""Words of a sentence from which its failure is guessed."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +168,13 @@ def _with_guess(candidates: list[Candidate], reading: Reading) -> list[Candidate
     """Add the class that sentences are most similar to. Where it contradicts a signature, both are less certain."""
     lines = enumerate(reading.prose.split("\n"), 1)
     described = [line for number, line in lines if line.strip() and number not in reading.advice]
-    guessed = guess_class("\n".join(described)) if len(described) > len(reading.advice) else None
+    text = "\n".join(described)
+    can_guess = len(described) > len(reading.advice) and len(text.split()) >= _LEAST_WORDS
+    guessed = guess_class(text) if can_guess else None
     if guessed is None:
         return candidates
     failure, confidence = guessed
-    if any(not candidate.is_sentence and candidate.confidence >= LIKELY for candidate in candidates):
+    if any(candidate.confidence >= (_CLEAR if candidate.is_sentence else LIKELY) for candidate in candidates):
         return candidates
     known = [candidate for candidate in candidates if candidate.failure.id == failure.id]
     if known:
