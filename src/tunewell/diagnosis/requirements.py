@@ -26,7 +26,8 @@ def version_conflicts(text: str, reading: Reading) -> str:
     """Add a fact for versions in a text that do not work together. Return the fix, or an empty text."""
     shield = read_shield()
     names = sorted({re.split(r"[<>=]", wanted)[0] for entry in shield.conflicts for wanted in entry.when})
-    lines = text[:_MAX_CHARS].split("\n")
+    text = re.sub(r"(?m)^Name: (\S+)\nVersion: (\S+)", r"\1==\2\n", text[:_MAX_CHARS])  # `pip show`
+    lines = text.split("\n")
     filled = [line for line in lines if line.strip()]
     is_list = sum(1 for line in filled if _REQUIREMENT.fullmatch(line)) >= _LEAST_SHARE * len(filled)
     found: dict[str, set[tuple[str, str, int]]] = {}

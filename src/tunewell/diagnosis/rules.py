@@ -76,12 +76,16 @@ def is_sentence(line: str) -> bool:
 
 
 _ADVICE = re.compile(
-    r"(?:\s*(?:[-*\u2022]|\d{1,2}[.)]|\[[ xX]?\]|\u2705|\u274c|\u00e2\S{1,3}|\u201a\S{1,3}))+\s*(?:\*\*)?(?:use|apply|force|set|keep|filter|let|"
-    r"disable|enable|reduce|avoid|don't|do not|never|always|choose|try|run|pass|add|lower|increase|check|verify|monitor|"
-    r"validate|test|start|debug|profile|calibrate|pre-format|remove|prefer|make sure|ensure|consider)\b",
+    r"(?:\s*(?:[-*\u2022]|\d{1,2}[.)]|\[[ xX]?\]|\u2705|\u274c|\u00e2\S{1,3}|\u201a\S{1,3}))+\s*(?:\*\*)?"
+    r"(?:use|apply|force|set|keep|filter|let|disable|enable|reduce|avoid|don't|do not|never|always|choose|try|run|pass|add"
+    r"|lower|increase|check|verify|monitor|validate|test|start|debug|profile|calibrate|pre-format|remove|prefer|make sure"
+    r"|ensure|consider)\b",
     re.I,
 )
-_CODE = re.compile(r"(?m)^\s*(?:def \w+\(|class \w+|import \w+|from [\w.]+ import |if .{1,80}:$|[\w.]+ = \w+[\w.]*\()")
+"""Matches an item of a list that begins with an imperative. The last marks are emoji that were decoded wrongly."""
+_CODE = re.compile(
+    r"(?m)^\s*(?:def \w+\(|class \w+|import \w+|from [\w.]+ import |(?:if|for|while) .{1,80}:$|[\w.]+ = \w+[\w.]*\()"
+)
 _COMMENT = re.compile(r"\s*(?:#|//)")
 
 
@@ -147,15 +151,17 @@ def loss_scales_with_accumulation(lines: list[str]) -> list[int]:
     return []
 
 
-_BATCH = re.compile(
-    r"(?:(?<!effective )\b|(?<!eval)_)(?:batch(?:[_ -]?size)?|bs(?==))['\"]?(?:\s{0,3}[:=]|\s(?:of|was|is|to))?\s{0,3}(\d{1,5})\b"
-    r"(?!%|\s?/)",
+_RUN_SETTING = re.compile(
+    r"(?:(?<!effective )\b|(?<!eval)_)(?:batch(?:[_ -]?size)?|bs(?==))['\"]?"
+    r"(?:\s{0,3}[:=]|\s(?:of|was|is|to))?\s{0,3}"
+    r"(?:(\d{1,5})\b(?!%|\s?/)|from (\d{1,5}) to (\d{1,5}))"
+    r"|accum(?:ulation)?(?:[_ ]steps)?['\"]?\s{0,3}[:=]\s{0,3}(\d{1,4})"
+    rf"|{_NUMBER}\s?(it/s|s/it|(?:samples?|seq(?:uence)?s?|rows|tokens|tok)(?:/s\b|\s?/\s?sec| per second))",
     re.I,
 )
-_ACCUMULATED = re.compile(r"accum(?:ulation)?(?:[_ ]steps)?['\"]?\s{0,3}[:=]\s{0,3}(\d{1,4})", re.I)
+"""Matches a micro-batch size (or two, if it was changed), the accumulation, or a speed with its unit."""
 _SPEED = re.compile(rf"{_NUMBER}\s?it/s", re.I)
 _SLOWNESS = re.compile(rf"{_NUMBER}\s?s/it", re.I)
-_RATE = re.compile(rf"{_NUMBER}\s?(samples?|seq(?:uence)?s?|rows|tokens|tok)(?:/s\b|\s?/\s?sec| per second)", re.I)
 _NEAR_LINES = 12
 """A speed belongs to a micro-batch size that is stated at most this many lines before it."""
 _Speed = tuple[int, float, str, int]
@@ -165,20 +171,23 @@ _Speed = tuple[int, float, str, int]
 def _speeds(lines: list[str]) -> list[_Speed]:
     """Return the rate at each micro-batch size, in rows per second unless another unit is stated."""
     found: list[_Speed] = []
-    size, accumulated, since = 0, 1, -_NEAR_LINES
+    size, following, accumulated, since = 0, 0, 1, -_NEAR_LINES - 1
     for at, line in enumerate(lines[:5000]):
-        if batch := _BATCH.search(line):
-            size, accumulated, since = int(batch[1]), 1, at
-        if steps := _ACCUMULATED.search(line):
-            accumulated = int(steps[1])
-        if not size or at - since > _NEAR_LINES:
+        if at - since > _NEAR_LINES and "batch" not in line.lower() and "bs=" not in line:
             continue
-        if rate := _RATE.search(line):
-            found.append((size, float(rate[1].replace(",", "")), f"{rate[2].lower()}/s", at))
-        elif speed := _SPEED.search(line) or _SLOWNESS.search(line):
-            number = float(speed[1].replace(",", ""))
-            a_second = number if "it/s" in speed[0].lower() else 1 / max(number, 1e-9)
-            found.append((size, size * accumulated * a_second, "rows/s", at))
+        for match in _RUN_SETTING.finditer(line):
+            one, before, after, steps, number, unit = match.groups()
+            if one or before:
+                size, following, accumulated, since = int(one or before), int(after or 0), 1, at
+            elif steps:
+                accumulated = int(steps)
+            elif size and at - since <= _NEAR_LINES:
+                rate, unit = float(number.replace(",", "")), unit.lower()
+                if unit in ("it/s", "s/it"):
+                    a_second = rate if unit == "it/s" else 1 / max(rate, 1e-9)
+                    rate, unit = size * accumulated * a_second, "rows/s"
+                found.append((size, rate, unit, at))
+                size, following = following or size, 0
     return found
 
 
@@ -187,9 +196,9 @@ def _throughput(lines: list[str], *, falls: bool) -> dict[int, str]:
     speeds = _speeds(lines)
     for size, rate, unit, at in speeds:
         for other, other_rate, other_unit, other_at in speeds:
-            if other > size and unit == other_unit and (other_rate < 0.8 * rate if falls else other_rate >= rate):
-                compared = f"{other_rate:,.3g} {unit} at a micro-batch of {other}, {rate:,.3g} {unit} at {size}"
-                return {min(at, other_at): compared, max(at, other_at): ""}
+            if other > size and unit == other_unit and ((other_rate < 0.8 * rate) == falls):
+                compared = f"{other_rate:,.1f} {unit} at a micro-batch of {other}, {rate:,.1f} {unit} at {size}"
+                return {max(at, other_at): "", min(at, other_at): compared}
     return {}
 
 
@@ -204,17 +213,21 @@ def throughput_rises_with_batch(lines: list[str]) -> dict[int, str]:
 
 
 _STARTED = re.compile(
-    r"(?i)training (?:has )?(?:just )?(?:started|begun|begins)|start(?:ed|ing|s) (?:the )?(?:fine-?tun\w+|training)"
+    r"(?i)training (?:has )?(?:just )?(?:started|begun|begins)|start(?:ed|ing|s)? (?:the )?(?:fine-?tun\w+|training)"
     r"|running training|launched (?:the )?training"
 )
 _BEGUN = re.compile(
-    r"(?i)\bloss\b\W{0,6}\d|\bstep\s?[:=]?\s?[1-9]|\|\s*[1-9]\d*/\d+ \[|\b(?:finished|completed?|took|fine now)\b|Error\b"
+    r"(?i)\bloss\b[^\n]{0,20}?\d|\bstep\s?[:=]?\s?[1-9]|\|\s*[1-9]\d*/\d+ \[|\b(?:finished|completed?|took)\b|Error\b"
 )
 _WAITED = re.compile(rf"{_NUMBER}\+?\s?-?(minutes?|mins?|hours?|hrs?|h|days?)\b", re.I)
 _ELAPSED = re.compile(
     r"\|\s*0/\d+ \[(?:(\d+):)?(\d+):(\d\d)<\?|\b(?:elapsed|etime|time)\W{1,3}(?:(\d+):)?(\d+):(\d\d)\b", re.I
 )
-_CLOCK = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)")
+_SILENT = re.compile(
+    r"(?i)\b(?:stuck|hang|hung|froz|no (?:output|progress|logs?|steps?|loss)|nothing|empty|still|later|silent|maxed)"
+)
+_CLOCK = re.compile(r"(?:(\d{4}-\d\d-\d\d)[T ])?\b(\d\d:\d\d:\d\d)\b")
+_NO_DATE = "2000-01-01"
 _HOURS = {"m": 1 / 60, "h": 1.0, "d": 24.0}
 _LONG_HOURS = 1 / 6
 
@@ -226,9 +239,10 @@ def no_step_for_long(lines: list[str]) -> dict[int, str]:
     started = next((at for at, line in enumerate(lines) if _STARTED.search(line) or "| 0/" in line), None)
     if started is None or _BEGUN.search(text):
         return {}
+    is_silent = _SILENT.search(text) is not None
     waits: list[tuple[float, int]] = []
     for at, line in enumerate(lines):
-        for number, unit in _WAITED.findall(line):
+        for number, unit in _WAITED.findall(line) if is_silent else ():
             waits.append((float(number.replace(",", "")) * _HOURS[unit[0].lower()], at))
         for match in _ELAPSED.finditer(line):
             hours, minutes, seconds = (
@@ -236,7 +250,7 @@ def no_step_for_long(lines: list[str]) -> dict[int, str]:
             )
             waits.append((hours + minutes / 60 + seconds / 3600, at))
     clocks = [
-        (datetime.fromisoformat(f"{found[1]} {found[2]}"), at)
+        (datetime.fromisoformat(f"{found[1] or _NO_DATE} {found[2]}"), at)
         for at, line in enumerate(lines[started:], started)
         if (found := _CLOCK.search(line))
     ]
