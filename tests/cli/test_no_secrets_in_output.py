@@ -150,3 +150,17 @@ def test_a_connection_string_is_not_the_name_of_a_folder(leaks: Callable[[], lis
     assert main(["index", "docs", "--out", "host=h dbname=d"]) == frame.EXIT_USER
     assert not Path("host=h dbname=d").exists()
     assert leaks() == []
+
+
+@pytest.mark.long
+def test_a_run_leaves_no_secret_in_its_files(monkeypatch: pytest.MonkeyPatch, leaks: Callable[[], list[str]]) -> None:
+    """Reports, events, plans and pages of a run are shared; only the corpus has the rows as they are."""
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
+    turns = [{"role": "user", "content": f"Which key {number}?"} for number in range(24)]
+    answer = {"role": "assistant", "content": f"Use {TOKEN} with password={PASSWORD}."}
+    Path("rows.jsonl").write_text("".join(f"{json.dumps({'messages': [turn, answer]})}\n" for turn in turns))
+    settings = ["train.max_steps=2", "packing.context_length=128", "evaluate.samples=2"]
+    command = ["train", *ROWS, "--model", "preset:tiny-1m", "--out", "run", "--no-supervisor"]
+    assert main([*command, *(word for setting in settings for word in ("--set", setting))]) in (0, 3)
+    leaked = [name for name in leaks() if "corpus" not in name and ".tunewell" not in name]
+    assert leaked == []

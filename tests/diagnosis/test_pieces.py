@@ -7,7 +7,7 @@ from tunewell.diagnosis.findings import LIKELY
 
 STALLED = [
     "Training started..., 887 minutes, no output",
-    'Process: python3 a.py\nCPU Usage: 1094.5% (maxed out)\nRuntime: 887 minutes\nStatus: STUCK at "Training started..."',
+    'Process: a.py\nCPU Usage: 1094.5% (maxed)\nRuntime: 887 minutes\nStatus: STUCK at "Training started..."',
     "2025-10-25 08:00:01 INFO Loading model\n2025-10-25 08:01:00 INFO Training started\n2025-10-25 09:48:00 INFO alive",
     "[10:00:00] Training started\n[11:40:00] still waiting",
     "***** Running training *****\n  Num examples = 500\n  0%|          | 0/750 [14:47:03<?, ?it/s]",
