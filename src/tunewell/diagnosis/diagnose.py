@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
+from tunewell.core.redact import redact
 from tunewell.diagnosis.config_lint import lint, lint_lengths
 from tunewell.diagnosis.config_versions import Versions, stated_versions
 from tunewell.diagnosis.findings import Diagnosis, Finding
@@ -75,13 +76,20 @@ def _conclude(readings: Sequence[Reading], notes: Sequence[str], versions: Versi
     ]
     mend = "; ".join(filter(None, (version_conflicts(reading.text, reading) for reading in readings if reading.text)))
     findings, more = rank(readings)
-    findings = [replace(found, fix=mend) if found.id == CONFLICT else found for found in findings]
+    findings = [
+        replace(
+            found,
+            fix=mend if found.id == CONFLICT else found.fix,
+            evidence=tuple(replace(one, text=redact(one.text), note=redact(one.note)) for one in found.evidence),
+        )
+        for found in findings
+    ]
     labels = {tool.name: tool.label for tool in load_tools()}
     tool = next((reading.tool for reading in readings if reading.tool), None)
     return Diagnosis(
         findings=tuple(findings),
         tool=labels.get(tool or ""),
-        notes=(*notes, *more, *hints),
+        notes=tuple(redact([*notes, *more, *hints])),
         num_lines=sum(reading.num_lines for reading in readings),
         num_steps=sum(reading.num_steps for reading in readings),
         num_judged=sum(reading.num_judged for reading in readings),
