@@ -10,15 +10,17 @@ import importlib
 import io
 import os
 import platform
+import shlex
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
-from tunewell.cli.render import emit, emit_error, folded_table, hanging, json_text
+from tunewell.cli.render import RedactedStream, emit, emit_error, folded_table, hanging, json_text
 from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
+from tunewell.core.redact import redact
 
 _NAMES = (
     "models init inspect prepare plan train sweep runs compare track profile validate export verify push notebook chat "
@@ -54,6 +56,15 @@ def run() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command, and return its exit code. No Exception is raised."""
+    before = sys.stderr
+    sys.stderr = cast(TextIO, RedactedStream(before))
+    try:
+        return _main(arguments)
+    finally:
+        sys.stderr = before
+
+
+def _main(arguments: Sequence[str]) -> int:
     wants_json = "--json" in arguments
     try:
         code = _dispatch(arguments)
@@ -196,7 +207,7 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
         handle, where = tempfile.mkstemp(prefix="tunewell-crash-", suffix=".log")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"tunewell {_version()}, Python {platform.python_version()}, {platform.platform()}\n")
-            file.write(f"arguments: {list(arguments)}\n\n{trace}")
+            file.write(redact(f"arguments: {shlex.join(arguments)}\n\n{trace}"))
     except OSError:
         sys.stderr.write(trace)
         where = "above"

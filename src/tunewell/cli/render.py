@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tunewell.core.errors import UserError
+from tunewell.core.redact import redact
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,9 +51,13 @@ def is_interactive() -> bool:
     return sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
 
 
+class AsIs(str):
+    """A text that `emit` writes as it is: JSON of redacted values, or a text with a model's answer."""
+
+
 def emit(text: str = "") -> None:
-    """Write a result to stdout."""
-    sys.stdout.write(text + "\n")
+    """Write a result to stdout, without secrets."""
+    sys.stdout.write((text if isinstance(text, AsIs) else redact(text)) + "\n")
 
 
 def is_utf8() -> bool:
@@ -60,10 +65,15 @@ def is_utf8() -> bool:
     return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
 
 
-def json_text(value: Any) -> str:
-    """Return a value as JSON for stdout. What a terminal would obey is escaped; without UTF-8, all but ASCII."""
-    text = json.dumps(value, indent=2, ensure_ascii=not is_utf8(), allow_nan=False, default=str)
-    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+def json_text(value: Any, *, has_answer: bool = False) -> AsIs:
+    """Return a value as JSON for stdout, without secrets, except in answers of a model.
+
+    What a terminal would obey is escaped; without UTF-8, all but ASCII.
+    """
+    text = json.dumps(
+        value if has_answer else redact(value), indent=2, ensure_ascii=not is_utf8(), allow_nan=False, default=str
+    )
+    return AsIs(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def emit_error(error: UserError) -> None:
@@ -152,8 +162,8 @@ def _words(text: str, fold_width: int) -> Iterator[str]:
 
 
 def one_line(text: str, *, encoding: str = "utf-8") -> str:
-    """Return a text on one line. Control characters and characters that cannot be encoded are escaped."""
-    words = " ".join(text[:_LONGEST_TEXT].split())
+    """Return a text on one line, without secrets. Control characters and what cannot be encoded are escaped."""
+    words = " ".join(redact(text)[:_LONGEST_TEXT].split())
     printable = "".join(character if character.isprintable() else repr(character)[1:-1] for character in words)
     return printable.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -177,6 +187,21 @@ def cell_width(text: str) -> int:
         0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
         for character in text
     )
+
+
+class RedactedStream:
+    """A stream that replaces secrets in what is written, also by other libraries."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text without its secrets."""
+        self._stream.write(redact(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class BestEffortStream:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 
+from tunewell.core.redact import redact
+
 
 class UserError(Exception):
-    """An error with its location and a fix. It is printed without a traceback, and the exit code is 2."""
+    """An error with its location and a fix. It is printed without a traceback or secrets, and the exit code is 2."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         super().__init__(what)
@@ -18,7 +20,7 @@ class UserError(Exception):
             lines.append(f"  where: {self.where}")
         if self.fix:
             lines.append(f"  fix:   {self.fix}")
-        return "\n".join(lines)
+        return redact("\n".join(lines))
 
 
 class SharedError(UserError):

@@ -1,13 +1,16 @@
-"""Redact secrets from all output: tokens with a known prefix or format, and values of secret environment variables.
+"""Redact secrets from all output: known formats, values after secret names, and values of secret environment variables.
 
-The same formats, and those of personal data, are searched for in training rows.
+Every screen, JSON, log, error and report passes through `redact`. The known formats, and those of personal data, are
+also searched for in training rows.
 """
 
 import os
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 REDACTED = "[redacted]"
@@ -83,43 +86,50 @@ _SECRET_NAME = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSW(?:OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|(?:^|_)KEYS?(?:_|$)", re.IGNORECASE
 )
 _PLACE_NAME = re.compile(r"_(?:FILE|PATH|DIR|HOME)$", re.IGNORECASE)
-_SECRET_KEY = re.compile(
-    r"password|passwd|passphrase|secret|(?:api|access|secret|private)_?key|(?:access|auth|bearer|hf)_?token|"
-    r"client_?secret|secret_?access_?key|aws_?secret_?access_?key",
-    re.IGNORECASE,
-)
 
 
 def redact(value: T) -> T:
     """Replace every secret in a text, or in nested lists and dictionaries, with `[redacted]`."""
-    return _redact(value, None)
+    return _redact(value, _values_to_hide())
 
 
-def _redact(value: object, secrets: re.Pattern[str] | None) -> Any:
+def _redact(value: object, hidden: tuple[str, ...]) -> Any:
     if isinstance(value, str):
-        if len(value) < _MIN_CHARS:
-            return value
-        return (secrets or _pattern(_values_to_hide())).sub(_keep_prefix, value)
+        return _redact_text(value, hidden)
     if isinstance(value, dict):
-        secrets = secrets or _pattern(_values_to_hide())
         items = cast(dict[object, object], value).items()
-        return {_redact_key(key, secrets): _redact_entry(key, entry, secrets) for key, entry in items}
+        return {_redact_key(key, hidden): _redact_entry(key, entry, hidden) for key, entry in items}
     if isinstance(value, list | tuple):
-        secrets = secrets or _pattern(_values_to_hide())
         entries = cast(list[object] | tuple[object, ...], value)
-        return type(entries)([_redact(entry, secrets) for entry in entries])
+        return type(entries)([_redact(entry, hidden) for entry in entries])
     return value
 
 
-def _redact_key(key: Any, secrets: re.Pattern[str]) -> Any:
+def _redact_text(text: str, hidden: tuple[str, ...]) -> str:
+    if not _may_hold_secret(text, hidden):
+        return text
+    # Lines without a mark are not searched. A key block has several lines, and so may a variable's value.
+    has_block = "-----BEGIN" in text or any("\n" in value for value in hidden)
+    lines = [text] if has_block else text.splitlines(keepends=True)
+    return "".join(
+        _pattern(hidden).sub(_keep_prefix, line) if _may_hold_secret(line, hidden) else line for line in lines
+    )
+
+
+def _may_hold_secret(text: str, hidden: tuple[str, ...]) -> bool:
+    folded = text.lower()
+    return any(mark in folded for mark in _knowledge()["marks"]) or any(value in text for value in hidden)
+
+
+def _redact_key(key: Any, hidden: tuple[str, ...]) -> Any:
     # Skip short texts: every event of a run has the same dozen short keys, and no token is that short.
-    return key if isinstance(key, str) and len(key) < _MIN_TOKEN_CHARS else _redact(key, secrets)
+    return key if isinstance(key, str) and len(key) < _MIN_TOKEN_CHARS else _redact(key, hidden)
 
 
-def _redact_entry(key: Any, entry: Any, secrets: re.Pattern[str]) -> Any:
-    if isinstance(entry, str) and entry and isinstance(key, str) and _SECRET_KEY.fullmatch(key):
+def _redact_entry(key: Any, entry: Any, hidden: tuple[str, ...]) -> Any:
+    if isinstance(entry, str) and entry and isinstance(key, str) and _secret_key().search(key):
         return REDACTED
-    return _redact(entry, secrets)
+    return _redact(entry, hidden)
 
 
 def _keep_prefix(found: re.Match[str]) -> str:
@@ -141,9 +151,26 @@ def _can_be_secret(value: str) -> bool:
     return len(value) >= _MIN_CHARS and len(set(value)) >= _MIN_DISTINCT_CHARS
 
 
+@lru_cache(maxsize=1)
+def _knowledge() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def _expand(pattern: str) -> str:
+    for name, part in _knowledge()["parts"].items():
+        pattern = pattern.replace(f"<{name}>", part)
+    return pattern
+
+
 @lru_cache(maxsize=8)
 def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join([*map(_exactly, values), *_SHAPES.values()]), re.VERBOSE)
+    shapes = [shape for kind, shape in _SHAPES.items() if kind != "password"]  # in output, any value of a name
+    return re.compile("|".join([*map(_exactly, values), _expand(_knowledge()["output"]), *shapes]), re.VERBOSE)
+
+
+@lru_cache(maxsize=1)
+def _secret_key() -> re.Pattern[str]:
+    return re.compile(_expand(_knowledge()["keys"]), re.VERBOSE)
 
 
 def _exactly(value: str) -> str:

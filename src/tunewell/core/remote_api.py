@@ -41,6 +41,11 @@ class RemoteApi:
             raise UserError(
                 f"`{self.url}` is not an address of a server", fix="write it like `http://HOST:8080/v1#MODEL`"
             )
+        if "@" in urlsplit(self.url).netloc or "?" in self.url:
+            raise UserError(
+                f"the address `{self.url}` contains a password or a query",
+                fix=f"remove it; a key is read from {key_variable}",
+            )
         self._what, self._key_variable, self._silence_seconds = what, key_variable, silence_seconds
         self._opener = urllib.request.build_opener(_NoRedirects)
 

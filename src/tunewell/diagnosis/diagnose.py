@@ -3,10 +3,12 @@
 import io
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
+from tunewell.core.redact import redact
 from tunewell.diagnosis.config_lint import lint, lint_lengths
 from tunewell.diagnosis.config_versions import Versions, stated_versions
 from tunewell.diagnosis.findings import Diagnosis, Finding
@@ -14,8 +16,10 @@ from tunewell.diagnosis.inputs import open_documents, read_stream
 from tunewell.diagnosis.knowledge import load_tools
 from tunewell.diagnosis.ranking import rank
 from tunewell.diagnosis.reading import Reading
+from tunewell.diagnosis.requirements import version_conflicts
 
 _LONGEST_PATH = 4096
+CONFLICT = "incompatible-versions"
 _NONE: Versions = MappingProxyType({})
 
 
@@ -70,13 +74,22 @@ def _conclude(readings: Sequence[Reading], notes: Sequence[str], versions: Versi
     hints = [
         hint for reading in readings if reading.text for hint in lint(reading.text, reading, stated | dict(versions))
     ]
+    mend = "; ".join(filter(None, (version_conflicts(reading.text, reading) for reading in readings if reading.text)))
     findings, more = rank(readings)
+    findings = [
+        replace(
+            found,
+            fix=mend if found.id == CONFLICT else found.fix,
+            evidence=tuple(replace(one, text=redact(one.text), note=redact(one.note)) for one in found.evidence),
+        )
+        for found in findings
+    ]
     labels = {tool.name: tool.label for tool in load_tools()}
     tool = next((reading.tool for reading in readings if reading.tool), None)
     return Diagnosis(
         findings=tuple(findings),
         tool=labels.get(tool or ""),
-        notes=(*notes, *more, *hints),
+        notes=tuple(redact([*notes, *more, *hints])),
         num_lines=sum(reading.num_lines for reading in readings),
         num_steps=sum(reading.num_steps for reading in readings),
         num_judged=sum(reading.num_judged for reading in readings),

@@ -3,8 +3,6 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tunewell.core.redact import redact
-
 UNKNOWN = "unknown"
 HEALTHY = "healthy"
 SURE, LIKELY = 0.9, 0.7
@@ -50,8 +48,8 @@ class Finding:
         return "certain" if self.confidence >= SURE else "likely" if self.confidence >= LIKELY else "possible"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the finding for `--json`, with secrets removed."""
-        return redact({**asdict(self), "certainty": self.certainty})
+        """Return the finding for `--json`."""
+        return {**asdict(self), "certainty": self.certainty}
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,12 @@ class Diagnosis:
         return {HEALTHY: 0, "failure": 4}.get(self.status, 3)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the diagnosis for `--json`, with secrets removed."""
+        """Return the diagnosis for `--json`."""
         return {
             "status": self.status,
             "findings": [finding.as_json() for finding in self.findings],
             "tool": self.tool,
-            "notes": redact(list(self.notes)),
+            "notes": list(self.notes),
             "num_lines": self.num_lines,
             "num_steps": self.num_steps,
             "num_judged": self.num_judged,

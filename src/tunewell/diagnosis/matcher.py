@@ -59,9 +59,17 @@ class Scanner:
 
 
 def complete(
-    signature: Signature, hits: Hits, facts: Collection[str] = (), *, within: int | None = None
+    signature: Signature,
+    hits: Hits,
+    facts: Collection[str] = (),
+    *,
+    within: int | None = None,
+    without: Collection[int] = (),
 ) -> list[Evidence] | None:
-    """Return the evidence of a signature, or None if something is missing. `facts` come from rules."""
+    """Return the evidence of a signature outside the lines `without`, or None if some is missing.
+
+    `facts` come from rules.
+    """
     if not set(signature.facts) <= set(facts):
         return None
     within = signature.within if within is None else within
@@ -69,6 +77,7 @@ def complete(
     if signature.any:
         union = [evidence for pattern in signature.any for evidence in hits.of(pattern)]
         groups.append(sorted(union, key=lambda evidence: evidence.line))
+    groups = [[evidence for evidence in group if evidence.line not in without] for group in groups]
     if not all(groups):
         return None
     if not groups:

@@ -15,6 +15,7 @@ from tunewell.diagnosis.similarity import guess_class
 LEAST_CONFIDENCE = 0.45
 """Weaker evidence is mentioned as a hint of an unknown failure, not reported."""
 _MORE_EVIDENCE = 0.02
+_CLEAR = 0.79
 _CLOSE, _DOUBT = 0.08, 0.12
 """If another class fits a sentence nearly as well, the first one is less certain."""
 _WARNING_PENALTY = 0.2
@@ -31,6 +32,8 @@ _MAX_EVIDENCE = 4
 _WHOLE_CONFIG = 8
 """Known keys from which a text is a whole config, and not a few lines that a person comments on."""
 _MAX_FINDINGS = 12
+_LEAST_WORDS = 6
+"""Words of a sentence from which its failure is guessed."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def find_candidates(reading: Reading) -> list[Candidate]:
                 continue
             # In a document of many paragraphs, a sentence is one line, at most two.
             within = 1 if signature.is_sentence and not reading.prose else signature.within
-            evidence = complete(signature, reading.hits, facts, within=within)
+            without = reading.advice if signature.is_sentence else ()
+            evidence = complete(signature, reading.hits, facts, within=within, without=without)
             if evidence is None or (signature.is_sentence and not _are_sentences(evidence, reading)):
                 continue
             evidence = [*evidence, *(shown for fact in signature.facts for shown in reading.facts[fact])]
@@ -150,7 +154,7 @@ def rank(readings: Sequence[Reading]) -> tuple[list[Finding], list[str]]:
     strong = [c for c in merged if c.failure.id != UNKNOWN and c.confidence >= LEAST_CONFIDENCE]
     hints = [c for c in merged if c.failure.id != UNKNOWN and c.confidence < LEAST_CONFIDENCE]
     findings = [_finding(candidate, tool, because) for candidate, because in _order(strong)]
-    notes = [f"harmless: line {shown.line}: {shown.text}" for shown in _unique(harmless)[:3]]
+    notes = [f"harmless: line {shown.line}: {shown.note or shown.text}" for shown in _unique(harmless)[:3]]
     is_healthy = _is_healthy(readings, merged, harmless)
     unexplained = _unexplained(readings, strong, harmless)
     is_failing = any(finding.severity == "failure" and finding.confidence >= 0.5 for finding in findings)
@@ -162,11 +166,15 @@ def rank(readings: Sequence[Reading]) -> tuple[list[Finding], list[str]]:
 
 def _with_guess(candidates: list[Candidate], reading: Reading) -> list[Candidate]:
     """Add the class that sentences are most similar to. Where it contradicts a signature, both are less certain."""
-    guessed = guess_class(reading.prose)
+    lines = enumerate(reading.prose.split("\n"), 1)
+    described = [line for number, line in lines if line.strip() and number not in reading.advice]
+    text = "\n".join(described)
+    can_guess = len(described) > len(reading.advice) and len(text.split()) >= _LEAST_WORDS
+    guessed = guess_class(text) if can_guess else None
     if guessed is None:
         return candidates
     failure, confidence = guessed
-    if any(not candidate.is_sentence and candidate.confidence >= LIKELY for candidate in candidates):
+    if any(candidate.confidence >= (_CLEAR if candidate.is_sentence else LIKELY) for candidate in candidates):
         return candidates
     known = [candidate for candidate in candidates if candidate.failure.id == failure.id]
     if known:

@@ -9,7 +9,7 @@ from tunewell.diagnosis.findings import Evidence
 from tunewell.diagnosis.knowledge import Signature, load_classes, load_tools
 from tunewell.diagnosis.matcher import Hits, Scanner
 from tunewell.diagnosis.patterns import Pattern
-from tunewell.diagnosis.rules import Facts, is_prose, read_facts
+from tunewell.diagnosis.rules import Facts, advice_lines, is_prose, read_facts
 from tunewell.diagnosis.text import Chunk, line_around
 
 EVENTS = "events.jsonl"
@@ -46,6 +46,8 @@ class Reading:
     is_small: bool
     is_report: bool = False
     """Whether it is a written report with headings, and not a log."""
+    advice: frozenset[int] = frozenset()
+    """Lines of a small text that are advice or comments of code. Sentences in them describe no failure."""
     tool: str | None = None
     text: str = ""
     """The text of a small document, in which configs are looked for."""
@@ -148,6 +150,7 @@ def read_document(chunks: Iterable[Chunk], *, name: str | None = None) -> Readin
         prose=text if is_small and not is_report and is_prose(text) else "",
         is_small=is_small,
         is_report=is_report,
+        advice=advice_lines(text) if is_small else frozenset(),
         tool=_find_tool(hits),
     )
 

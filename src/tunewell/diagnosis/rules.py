@@ -7,6 +7,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from itertools import pairwise
 
 from tunewell.diagnosis.findings import Evidence
@@ -40,8 +41,9 @@ def read_facts(text: str, *, first_line: int = 1, every: int = 1) -> tuple[Facts
             facts.setdefault(f"series:{finding.name}", [_evidence_of(finding, lines, first_line, log)])
     for name, rule in _RULES.items():
         evidence = rule(lines)
-        if evidence:
-            facts[name] = [Evidence(first_line + at, _shorten(lines[at])) for at in evidence]
+        notes = evidence if isinstance(evidence, dict) else dict.fromkeys(evidence, "")
+        if notes:
+            facts[name] = [Evidence(first_line + at, _shorten(lines[at]), note=notes[at]) for at in sorted(notes)]
     return facts, log
 
 
@@ -53,6 +55,7 @@ def is_prose(text: str) -> bool:
         or "Traceback" in text
         or "log_history" in text
         or _LOG_LINE.search(text)
+        or _CODE.search(text)
     ):
         return False
     return is_sentence(text)
@@ -63,13 +66,41 @@ def is_sentence(line: str) -> bool:
     words = line.split()
     plain = sum(1 for word in words if word.strip(".,;:()'\"`!?*").replace("-", "").replace("'", "").isalpha())
     return (
-        len(words) >= 6
+        len(words) >= 4
         and plain >= 0.55 * len(words)
         and line.count(" | ") < 2
         and line.lstrip()[:1] not in ("{", "<", "[")
         and _SETTING.match(line) is None
         and _PRINTED.match(line) is None
     )
+
+
+_ADVICE = re.compile(
+    r"(?:\s*(?:[-*\u2022]|\d{1,2}[.)]|\[[ xX]?\]|\u2705|\u274c|\u00e2\S{1,3}|\u201a\S{1,3}))+\s*(?:\*\*)?"
+    r"(?:use|apply|force|set|keep|filter|let|disable|enable|reduce|avoid|don't|do not|never|always|choose|try|run|pass"
+    r"|add|lower|increase|check|verify|monitor|validate|test|start|debug|profile|calibrate|pre-format|remove|prefer"
+    r"|make sure|ensure|consider)\b",
+    re.I,
+)
+"""Matches an item of a list that begins with an imperative. The last marks are emoji that were decoded wrongly."""
+_CODE = re.compile(
+    r"(?m)^\s*(?:def \w+\(|class \w+|import \w+|from [\w.]+ import |(?:if|for|while) .{1,80}:$|[\w.]+ = \w+[\w.]*\()"
+)
+_COMMENT = re.compile(r"\s*(?:#|//)")
+
+
+def advice_lines(text: str) -> frozenset[int]:
+    """Return the lines that tell what to do, not what happened: items of a list with an imperative, code comments."""
+    has_fence = "```" in text
+    is_code = "Traceback" not in text and _CODE.search(text) is not None
+    inside = is_code and not has_fence
+    found: set[int] = set()
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif _ADVICE.match(line) or (inside and _COMMENT.match(line)):
+            found.add(number)
+    return frozenset(found)
 
 
 _SETTING = re.compile(r"\s*(?:- )?[a-z_][a-z0-9_.]*:\s+\S+\s+#")
@@ -120,22 +151,113 @@ def loss_scales_with_accumulation(lines: list[str]) -> list[int]:
     return []
 
 
-_BATCH = re.compile(r"\bbatch(?:[_ ]size)?\s{0,3}[:=]\s{0,3}(\d{1,5})", re.I)
+_RUN_SETTING = re.compile(
+    r"(?:(?<!effective )\b|(?<!eval)_)(?:batch(?:[_ -]?size)?|bs(?==))['\"]?"
+    r"(?:\s{0,3}[:=]|\s(?:of|was|is|to))?\s{0,3}"
+    r"(?:(\d{1,5})\b(?!%|\s?/)|from (\d{1,5}) to (\d{1,5}))"
+    r"|accum(?:ulation)?(?:[_ ]steps)?['\"]?\s{0,3}[:=]\s{0,3}(\d{1,4})"
+    rf"|{_NUMBER}\s?(it/s|s/it|(?:samples?|seq(?:uence)?s?|rows|tokens|tok)(?:/s\b|\s?/\s?sec| per second))",
+    re.I,
+)
+"""Matches a micro-batch size (or two, if it was changed), the accumulation, or a speed with its unit."""
 _SPEED = re.compile(rf"{_NUMBER}\s?it/s", re.I)
 _SLOWNESS = re.compile(rf"{_NUMBER}\s?s/it", re.I)
+_NEAR_LINES = 12
+"""A speed belongs to a micro-batch size that is stated at most this many lines before it."""
+_Speed = tuple[int, float, str, int]
+"""Micro-batch size, rate, unit, and line."""
 
 
-def throughput_falls_with_batch(lines: list[str]) -> list[int]:
-    """Find two speeds at two micro-batch sizes of which the larger one processes fewer rows per second."""
-    rates: list[tuple[int, float, int]] = []
+def _speeds(lines: list[str]) -> list[_Speed]:
+    """Return the rate at each micro-batch size, in rows per second unless another unit is stated."""
+    found: list[_Speed] = []
+    size, following, accumulated, since = 0, 0, 1, -_NEAR_LINES - 1
     for at, line in enumerate(lines[:5000]):
-        if (batch := _BATCH.search(line)) and (speed := _SPEED.search(line)):
-            rates.append((int(batch[1]), int(batch[1]) * float(speed[1].replace(",", "")), at))
-    for size, rate, at in rates:
-        for other, other_rate, other_at in rates:
-            if other > size and other_rate < 0.8 * rate:
-                return sorted({at, other_at})
-    return []
+        if at - since > _NEAR_LINES and "batch" not in line.lower() and "bs=" not in line:
+            continue
+        for match in _RUN_SETTING.finditer(line):
+            one, before, after, steps, number, unit = match.groups()
+            if one or before:
+                size, following, accumulated, since = int(one or before), int(after or 0), 1, at
+            elif steps:
+                accumulated = int(steps)
+            elif size and at - since <= _NEAR_LINES:
+                rate, unit = float(number.replace(",", "")), unit.lower()
+                if unit in ("it/s", "s/it"):
+                    a_second = rate if unit == "it/s" else 1 / max(rate, 1e-9)
+                    rate, unit = size * accumulated * a_second, "rows/s"
+                found.append((size, rate, unit, at))
+                size, following = following or size, 0
+    return found
+
+
+def _throughput(lines: list[str], *, falls: bool) -> dict[int, str]:
+    """Return the lines of two micro-batch sizes of which the larger one has the lower (or the higher) rate."""
+    speeds = _speeds(lines)
+    for size, rate, unit, at in speeds:
+        for other, other_rate, other_unit, other_at in speeds:
+            if other > size and unit == other_unit and ((other_rate < 0.8 * rate) == falls):
+                compared = f"{other_rate:,.1f} {unit} at a micro-batch of {other}, {rate:,.1f} {unit} at {size}"
+                return {max(at, other_at): "", min(at, other_at): compared}
+    return {}
+
+
+def throughput_falls_with_batch(lines: list[str]) -> dict[int, str]:
+    """Find two micro-batch sizes of which the larger one processes fewer rows per second."""
+    return _throughput(lines, falls=True)
+
+
+def throughput_rises_with_batch(lines: list[str]) -> dict[int, str]:
+    """Find two micro-batch sizes of which the larger one processes more rows per second, in fewer iterations."""
+    return {} if _throughput(lines, falls=True) else _throughput(lines, falls=False)
+
+
+_STARTED = re.compile(
+    r"(?i)training (?:has )?(?:just )?(?:started|begun|begins)|start(?:ed|ing|s)? (?:the )?(?:fine-?tun\w+|training)"
+    r"|running training|launched (?:the )?training"
+)
+_BEGUN = re.compile(
+    r"(?i)\bloss\b[^\n]{0,20}?\d|\bstep\s?[:=]?\s?[1-9]|\|\s*[1-9]\d*/\d+ \[|\b(?:finished|completed?|took)\b|Error\b"
+)
+_WAITED = re.compile(rf"{_NUMBER}\+?\s?-?(minutes?|mins?|hours?|hrs?|h|days?)\b", re.I)
+_ELAPSED = re.compile(
+    r"\|\s*0/\d+ \[(?:(\d+):)?(\d+):(\d\d)<\?|\b(?:elapsed|etime|time)\W{1,3}(?:(\d+):)?(\d+):(\d\d)\b", re.I
+)
+_SILENT = re.compile(
+    r"(?i)\b(?:stuck|hang|hung|froz|no (?:output|progress|logs?|steps?|loss)|nothing|empty|still|later|silent|maxed)"
+)
+_CLOCK = re.compile(r"(?:(\d{4}-\d\d-\d\d)[T ])?\b(\d\d:\d\d:\d\d)\b")
+_NO_DATE = "2000-01-01"
+_HOURS = {"m": 1 / 60, "h": 1.0, "d": 24.0}
+_LONG_HOURS = 1 / 6
+
+
+def no_step_for_long(lines: list[str]) -> dict[int, str]:
+    """Find a training that started and, ten minutes or more later, has not logged a step."""
+    lines = lines[:5000]
+    text = "\n".join(lines)
+    started = next((at for at, line in enumerate(lines) if _STARTED.search(line) or "| 0/" in line), None)
+    if started is None or _BEGUN.search(text):
+        return {}
+    is_silent = _SILENT.search(text) is not None
+    waits: list[tuple[float, int]] = []
+    for at, line in enumerate(lines):
+        for number, unit in _WAITED.findall(line) if is_silent else ():
+            waits.append((float(number.replace(",", "")) * _HOURS[unit[0].lower()], at))
+        for match in _ELAPSED.finditer(line):
+            hours, minutes, seconds = (
+                int(part or 0) for part in (match.groups()[:3] if match[3] else match.groups()[3:])
+            )
+            waits.append((hours + minutes / 60 + seconds / 3600, at))
+    clocks = [
+        (datetime.fromisoformat(f"{found[1] or _NO_DATE} {found[2]}"), at)
+        for at, line in enumerate(lines[started:], started)
+        if (found := _CLOCK.search(line))
+    ]
+    if clocks:
+        waits.append(((clocks[-1][0] - clocks[0][0]).total_seconds() / 3600, clocks[-1][1]))
+    hours, at = max(waits, default=(0.0, 0))
+    return {started: "", at: f"no step was logged in {hours * 60:,.0f} minutes"} if hours >= _LONG_HOURS else {}
 
 
 _LIMIT = re.compile(
@@ -200,9 +322,11 @@ def _tokens(line: str, following: list[str]) -> Iterator[tuple[str, bool, str]]:
         yield name, bool(is_id), value
 
 
-_RULES: dict[str, Callable[[list[str]], list[int]]] = {
+_RULES: dict[str, Callable[[list[str]], list[int] | dict[int, str]]] = {
     "loss-scales-with-accumulation": loss_scales_with_accumulation,
     "throughput-falls-with-batch": throughput_falls_with_batch,
+    "throughput-rises-with-batch": throughput_rises_with_batch,
+    "no-step-for-long": no_step_for_long,
     "lengths-far-below-limit": lengths_far_below_limit,
     "slow-fast-cycles": slow_fast_cycles,
     "pad-equals-eos": pad_equals_eos,

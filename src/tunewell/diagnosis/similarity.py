@@ -17,7 +17,7 @@ _WEIGHTS = {"title": 2.0, "symptoms": 2.0, "example": 2.0, "cause": 1.0, "next":
 _COMMON_WORDS = """
 the and for with that this but not from are was were has have had its you your can will than then when while which all
 any one two only also more after before into out off over under does did doing been being model training train run runs
-use used using get gets set
+use used using get gets set expected expects instead
 """
 _COMMON = frozenset(_COMMON_WORDS.split())
 LEAST_SCORE, LEAST_LEAD = 0.2, 1.1

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from tunewell.core.redact import redact
+
 CHUNK_BYTES = 1 << 20
 OVERLAP_BYTES = 1 << 14
 _ANSI = re.compile(rb"\x1b(?:\[[0-9;?]{0,40}[ -/]?[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[()][A-Z0-9]|[=>78])")
@@ -99,6 +101,9 @@ def utf16_of(head: bytes) -> str | None:
     return "utf-16-be" if even > 0.6 * len(sample) / 2 > odd else None
 
 
+_WIDE = 2000
+
+
 def line_around(chunk: Chunk, start: int, end: int, *, longest: int = 300) -> str:
     """Return the line of a match, shortened to its surroundings if it is long."""
     data = chunk.data
@@ -106,6 +111,8 @@ def line_around(chunk: Chunk, start: int, end: int, *, longest: int = 300) -> st
     stops = [at for at in (data.find(b"\n", end), data.find(b"\x0b", end)) if at >= 0]
     stop = min(stops, default=len(data))
     if stop - begin > longest:
-        begin = max(begin, start - longest // 4)
-        stop = min(stop, begin + longest)
+        # Secrets are replaced before the line is cut, because a part of one is not recognised.
+        before = redact(data[max(begin, start - _WIDE) : start].decode("utf-8", "replace"))[-longest // 4 :]
+        after = redact(data[start : min(stop, start + _WIDE)].decode("utf-8", "replace"))
+        return " ".join((before + after).split())[:longest]
     return " ".join(data[begin:stop].decode("utf-8", "replace").split())[: 2 * longest]

@@ -8,6 +8,7 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.files import make_private, require_output_path, stable_json, write_atomic
 from tunewell.core.progress import ProgressListener, silent
+from tunewell.core.redact import redact
 from tunewell.evaluation.columns import Column, ColumnComparison, CompareOptions, column_of, compare_columns
 from tunewell.evaluation.report.comparison import comparison_page
 from tunewell.records.index import INDEX
@@ -82,7 +83,7 @@ def _with_index(subjects: Sequence[str | Path], options: CompareOptions) -> Comp
 def _written(comparison: ColumnComparison, folder: Path) -> RunComparison:
     make_private(folder)
     write_atomic(folder / DATA, stable_json(comparison.as_json()))
-    write_atomic(folder / PAGE, comparison_page(comparison))
+    write_atomic(folder / PAGE, redact(comparison_page(comparison)))
     return RunComparison(comparison, folder)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tunewell.cli.options import AsJson, Device
-from tunewell.cli.render import emit, json_text
+from tunewell.cli.render import AsIs, emit, json_text
 from tunewell.cli.screens.chat import escape_controls, loading, sources_text
 
 
@@ -41,14 +41,14 @@ def command(
         for _ in parts:
             pass
         payload = retrieval.answer.as_json() | ({"prompt": retrieval.answer.prompt} if show else {})
-        emit(json_text(payload))
+        emit(json_text(payload, has_answer=True))
         return
     for part in parts:
         sys.stdout.write(escape_controls(part))
         sys.stdout.flush()
     sys.stdout.write("\n")
-    emit(sources_text(retrieval.answer))
+    emit(AsIs(sources_text(retrieval.answer)))
     if show and not retrieval.answer.prompt:
         emit("\nThe model was not asked.")
     elif show:
-        emit("\nThe model got this message:\n\n" + escape_controls(retrieval.answer.prompt))
+        emit(AsIs("\nThe model got this message:\n\n" + escape_controls(retrieval.answer.prompt)))

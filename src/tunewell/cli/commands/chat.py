@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument
-from tunewell.cli.render import emit, json_text
+from tunewell.cli.render import AsIs, emit, json_text
 from tunewell.cli.screens.chat import converse, loading, report_dropped, report_sources, start_answer, write_answers
 from tunewell.core.errors import UserError
 
@@ -96,7 +96,7 @@ def _answer_once(
         for _ in chat.base_reply():
             pass
     payload = as_json(chat, text) | (retrieval.answer.as_json() if retrieval is not None else {})
-    emit(json_module.dumps(payload) if is_line else json_text(payload))
+    emit(AsIs(json_module.dumps(payload)) if is_line else json_text(payload, has_answer=True))
     sys.stdout.flush()
 
 

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_line, table, width
-from tunewell.core.redact import redact
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def diagnosis_screen(diagnosis: "Diagnosis", *, commands: Collection[str], is_fu
         parts.append(f"also found\n{folded_table(rows)}\n{hint}")
     notes = list(dict.fromkeys(diagnosis.notes))
     if notes:
-        parts.append("\n".join(hanging("note: ", redact(note)) for note in notes[:_MAX_NOTES]))
+        parts.append("\n".join(hanging("note: ", note) for note in notes[:_MAX_NOTES]))
     return "\n\n".join(parts)
 
 
@@ -65,7 +64,7 @@ def _evidence(finding: "Finding", *, has_files: bool) -> list[str]:
     for shown in finding.evidence:
         place = f"{shown.line:,}" if shown.line else "-"
         name = f"{shown.file}:{place}" if shown.file and has_files else place
-        rows.append([name, one_line(redact(shown.text)), redact(shown.note)])
+        rows.append([name, one_line(shown.text), shown.note])
     if not rows:
         return []
     places = table([[place, "|"] for place, *_ in rows], right=(0,), gap=2).splitlines()

@@ -21,6 +21,7 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, running_owner, write_atomic
+from tunewell.core.redact import redact
 from tunewell.integrations.trackers.base import Point, Progress, TrackedRun, Tracker
 from tunewell.records.events import with_numbers
 
@@ -152,7 +153,7 @@ def follow(follower: Follower, tracker: Tracker, *, once: bool, poll_seconds: fl
             time.sleep(poll_seconds)
         except Exception as error:  # noqa: BLE001  any error of a tracker: a server that is down, a full disk, a bug in it
             num_failures += 1
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)  # noqa: T201
             if once or (status != "running" and num_failures >= _MAX_TRIES_AFTER_END):
                 return 1
             time.sleep(min(_RETRY_SECONDS[min(num_failures, len(_RETRY_SECONDS)) - 1], 60 * poll_seconds))

@@ -24,6 +24,8 @@ from tunewell.retrieval.passages import Passage
 _SCHEMES = {"postgres": "postgresql"}
 _SECRET_VALUE = re.compile(r"(?i)[^=]*pass[^=]*=")
 """`password=`, `sslpassword=`, `passfile=` in the query of an address."""
+_CONNECTION = re.compile(r"(?i)(?:^|[\s;])(?:host|server|dbname|user|uid|password|pwd)\s*=")
+"""A connection string, such as `host=h password=PW`, which is not the name of a folder."""
 
 Hits = list[tuple[int, float]]
 """Numbers of passages and their scores, best first."""
@@ -150,6 +152,11 @@ STORES = Registry(
 def store_class(address: str) -> type[Store]:
     """Return the class for an address: a path, or `SCHEME://...`."""
     scheme, mark, _ = address.partition("://")
+    if not mark and _CONNECTION.search(address):
+        raise UserError(
+            "an index cannot be kept in a connection string",
+            fix="write `postgresql://USER@HOST/DATABASE#NAME`; the password is read from PGPASSWORD or `~/.pgpass`",
+        )
     if not mark:
         return STORES.load("folder")
     scheme = _SCHEMES.get(scheme, scheme)
