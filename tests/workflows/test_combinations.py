@@ -4,8 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from combinations import COMBINATIONS, EXPORTS, METHODS, MODELS, PRECISIONS, REFUSED, SAMPLE, Combination, refuse, run
-from combinations import write_models as write
+from combination_matrix import (
+    COMBINATIONS,
+    EXPORTS,
+    METHODS,
+    MODELS,
+    PRECISIONS,
+    REFUSED,
+    SAMPLE,
+    Combination,
+    refuse,
+    run,
+    write_models,
+)
 
 from tunewell.hardware.device import probe_device
 
@@ -15,7 +26,7 @@ _HAS_BF16 = probe_device("cpu").has_bf16
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("combinations"))
+    return write_models(tmp_path_factory.mktemp("combinations"))
 
 
 def _check(combination: Combination, models: Path) -> None:

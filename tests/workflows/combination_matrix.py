@@ -2,7 +2,8 @@
 
     write_models(folder)                    tiny models, with and without the tokens of ChatML
     run(COMBINATIONS[0], folder)            train, evaluate, validate, answer, export, reload in transformers
-    refuse(REFUSED[0], folder)              what the product must refuse, and with which words
+    run_commands(COMBINATIONS[0], folder)   the same with the command line
+    refuse(REFUSED[0][0], folder)           what the product must refuse
 
 `tests/workflows/test_combinations.py` runs it on a CPU, `benchmarks/combinations.py` on any device.
 """
@@ -10,13 +11,14 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from exports import prove_here
 from gguf_tiny import tiny
 from peft import PeftModel
 from tiny import write_jsonl, write_tiny_model
@@ -25,8 +27,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import tunewell
 from tunewell.config.load import as_sets
 from tunewell.core.errors import UserError
+from tunewell.records.parity import Parity
 from tunewell.records.plan import read_plan
 from tunewell.workflows.export import Exported, export
+from tunewell.workflows.verify import verify
 
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -194,9 +198,33 @@ def run(combination: Combination, folder: Path, *, device: str = "cpu") -> None:
             assert math.isclose(loss, report.held_out.tuned, rel_tol=_TOLERANCE[combination.precision])
 
 
+def run_commands(combination: Combination, folder: Path, *, device: str = "cpu") -> None:
+    """Train, validate, ask and export with the command line. Raise AssertionError with the output of what failed."""
+    model = str(folder / f"with-{combination.tokens}" / combination.model)
+    sets = [*_sets(combination.settings() | {"device": device}), *_corpus(folder, combination)]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        run = str(Path(place, "run"))
+        train = ["train", "--model", model, "--data", str(folder / "rows.jsonl"), "--out", run]
+        _command([*train, *(part for one in sets for part in ("--set", one))], place)
+        _command(["validate", run, "--device", device], place, codes=(0, 3, 4))  # two steps teach nothing
+        _command(["chat", run, "--device", device], place, question="What is 1 plus 1?")
+        _command(["export", run, "--to", combination.export], place)
+
+
+def _command(arguments: list[str], folder: str, *, codes: tuple[int, ...] = (0,), question: str = "") -> None:
+    command = [sys.executable, "-m", "tunewell", *arguments]
+    done = subprocess.run(command, cwd=folder, input=question, capture_output=True, text=True)
+    assert done.returncode in codes, f"{arguments[0]}: exit code {done.returncode}\n{done.stdout}{done.stderr}"[-2000:]
+
+
 def _exported(combination: Combination, run: Path, out: Path) -> Exported:
     options: dict[str, Any] = {"gguf": ["f16"]} if combination.export == "gguf" else {}
-    return export(run, out=out, to=combination.export, prove=prove_here, answer_tokens=4, **options)
+    return export(run, out=out, to=combination.export, prove=_prove_here, answer_tokens=4, **options)
+
+
+def _prove_here(folder: Path, *, allow_pickle: bool, **_: Any) -> Parity:
+    """A new process takes seconds to start."""
+    return verify(folder, allow_pickle=allow_pickle)
 
 
 def _loss_in_transformers(combination: Combination, export: Path, folder: Path, run: Path) -> float:
