@@ -108,7 +108,9 @@ def _method_settings(adapter: Path, name: str, loaded: LoadedConfig) -> MethodSe
     """Return the method's settings with those of the adapter. Raise UserError for settings that contradict it."""
     given = loaded.config.method
     merge = f"merge it with `tunewell export {shlex.quote(name)} --to merged --out NEW`, then train `NEW/merged`"
-    if (kind := adapter_method(adapter)) != given.kind:
+    if (kind := adapter_method(adapter)) and "kind" not in given.model_fields_set:
+        given = given.model_copy(update={"kind": kind})
+    if kind != given.kind:
         raise UserError(
             f"`{name}` is an adapter{f' of `method.kind: {kind}`' if kind else ' that tunewell does not support'}, but "
             f"the config has `method.kind: {given.kind}`",
