@@ -39,7 +39,7 @@ from tunewell.methods.targets import (
     select_layers,
     with_embeddings,
 )
-from tunewell.models.fp32_modules import can_have_fp32_weights, use_fp32_weights
+from tunewell.models.fp32_modules import use_fp32_weights
 from tunewell.models.shared import own_trainable
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 
@@ -284,14 +284,12 @@ def _train_in_full(model: PreTrainedModel, name: str) -> None:
     parts: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()] if is_tied else [module]
     # Read the dtype before the conversion, because converting one tied module converts the shared weight.
     dtype = next(module.parameters()).dtype
-    if dtype != torch.float32 and not all(map(can_have_fp32_weights, parts)):
-        raise UserError(
-            f"`{name}` cannot be fully fine-tuned in a 16-bit model: only embeddings and linear layers can",
-            fix="remove it from `method.modules_to_save`, or set `train.precision: fp32`",
-        )
     for part in parts:
-        if dtype != torch.float32:
-            use_fp32_weights(part, dtype)
+        if dtype != torch.float32 and not use_fp32_weights(part, dtype):
+            raise UserError(
+                f"`{name}` cannot be fully fine-tuned in a 16-bit model: only embeddings and linear layers can",
+                fix="remove it from `method.modules_to_save`, or set `train.precision: fp32`",
+            )
         part.float().requires_grad_(True)
         own_trainable(part)
     if is_tied:

@@ -37,23 +37,21 @@ class _Fp32Linear(_Fp32Weights):
 @cache
 def _with_fp32_weights(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return a subclass that converts. It keeps what the layer computes, such as the scale of Gemma's embedding."""
-    mixin = _Fp32Embedding if issubclass(kind, nn.Embedding) else None
-    if kind.forward is nn.Linear.forward:
-        mixin = _Fp32Linear
-    return mixin and type(f"Fp32{kind.__name__}", (mixin, kind), {})
+    mixin = _Fp32Embedding if issubclass(kind, nn.Embedding) else _Fp32Linear
+    is_known = mixin is _Fp32Embedding or kind.forward is nn.Linear.forward
+    return type(f"Fp32{kind.__name__}", (mixin, kind), {}) if is_known else None
 
 
-def can_have_fp32_weights(module: nn.Module) -> bool:
-    """Return whether a 16-bit module can be converted: embeddings and plain linear layers can."""
-    return _with_fp32_weights(type(module)) is not None
+def use_fp32_weights(module: nn.Module, compute_dtype: torch.dtype) -> bool:
+    """Convert the weights to fp32, while outputs stay in `compute_dtype`. Return False if the layer cannot do that.
 
-
-def use_fp32_weights(module: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Convert the weights of an embedding or linear layer to fp32. Its outputs stay in `compute_dtype`."""
-    kind = _with_fp32_weights(type(module))
-    assert kind is not None
+    Embeddings and plain linear layers can.
+    """
+    if (kind := _with_fp32_weights(type(module))) is None:
+        return False
     module.__dict__["compute_dtype"] = compute_dtype
     module.float().__class__ = kind
+    return True
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tunewell.config.schema import Config
+from tunewell.config.schema import Config, MethodSettings
 from tunewell.core.units import count, duration, size_bytes
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.records.manifest import Manifest
@@ -90,9 +90,9 @@ def settings_without_effect(config: Config, num_held_out: int) -> Iterator[str]:
     """Yield notes about settings that have no effect on this run."""
     if config.evaluate.patience is not None and not num_held_out:
         yield "`evaluate.patience` has no effect: there are no held-out rows"
-    fields = type(config.method).model_fields
+    default = MethodSettings()
     for name in _ADAPTER_SETTINGS if config.method.kind == "full" else ():
-        if getattr(config.method, name) != fields[name].default:
+        if getattr(config.method, name) != getattr(default, name):
             yield f"`method.{name}` has no effect: full fine-tuning has no adapter"
 
 
