@@ -1,6 +1,7 @@
 """Tokenizers in our GGUF files: llama.cpp, asked itself, gives the ids that the model was trained with."""
 
 import json
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -222,13 +223,24 @@ def pieces(request, tmp_path_factory):
 def test_a_sentencepiece_model_gives_its_own_ids_in_llama_cpp(tmp_path, pieces):
     import sentencepiece
 
-    facts = write_gguf(pieces, tmp_path / "m.gguf", kind="f32")
+    folder = Path(shutil.copytree(pieces, tmp_path / "model"))
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    facts = write_gguf(folder, tmp_path / "m.gguf", kind="f32")
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(pieces / "tokenizer.model"))
     with LlamaCpp(tmp_path / "m.gguf") as llama:
         assert [text for text in TEXTS if theirs.encode(text) != llama.encode(text)] == []
-    assert different(tmp_path / "m.gguf", pieces, TEXTS, with_bos=True) == []
+    assert different(tmp_path / "m.gguf", folder, TEXTS, with_bos=True) == []
     starts_with_space = theirs.encode_as_pieces("a")[0].startswith("▁")
     assert any("to the first text only" in note for note in facts.notes) == starts_with_space
+
+
+def test_a_conversation_behind_markers_has_the_ids_of_training_in_llama_cpp(tmp_path, pieces):
+    """llama.cpp added a space behind each marker, so no export of a chat model with such a tokenizer was proven."""
+    facts = write_gguf(pieces, tmp_path / "m.gguf", kind="f32")
+    assert facts.vocabulary.tokens.space_prefix is False
+    chat = [f"<s><|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in ("hi there", " 12", "")]
+    assert different(tmp_path / "m.gguf", pieces, chat, with_markers=True) == []
 
 
 def test_scores_made_from_merges_join_pieces_in_the_same_order(tmp_path, pieces):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tunewell.config.schema import Config, Evaluate, MethodSettings
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.records.plan import Chosen
 from tunewell.records.prediction import MemoryPrediction, Prediction, TimePrediction
@@ -66,6 +67,14 @@ def test_plain_text_needs_no_template(tmp_path, monkeypatch):
 
 def test_patience_without_held_out_rows_has_no_effect():
     """A setting that is ignored is reported."""
-    config = SimpleNamespace(evaluate=SimpleNamespace(patience=3))
-    assert len(list(settings_without_effect(config, 0))) == 1  # type: ignore[arg-type]
-    assert list(settings_without_effect(config, 5)) == []  # type: ignore[arg-type]
+    config = Config(evaluate=Evaluate(patience=3))
+    assert len(list(settings_without_effect(config, 0))) == 1
+    assert list(settings_without_effect(config, 5)) == []
+
+
+def test_settings_of_an_adapter_have_no_effect_on_full_fine_tuning():
+    """`modules_to_save` and `rank` were ignored without a word."""
+    given = MethodSettings(kind="full", rank=8, layers=(0,), modules_to_save=("lm_head",))
+    found = list(settings_without_effect(Config(method=given), 5))
+    assert [note.partition("`")[2].partition("`")[0] for note in found] == ["method.rank", "method.modules_to_save"]
+    assert list(settings_without_effect(Config(method=MethodSettings(rank=8)), 5)) == []

@@ -191,6 +191,14 @@ def test_settings_that_do_not_fit_the_adapter_are_refused(method: dict[str, Any]
     assert fix in (error.value.fix or "") and not Path("refused").exists()
 
 
+@pytest.mark.long
+def test_the_method_of_an_adapter_is_its_own() -> None:
+    """`model: RUN` of a DoRA run was refused, because the default `method.kind` is `lora`."""
+    _train("base", "dora", method={"kind": "dora", "rank": 4})
+    _train(str(Path("dora").absolute()), "dora-2")
+    assert any("magnitude" in name for name in _adapter("dora-2"))
+
+
 def test_a_start_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     unfinished = Path(shutil.copytree("first", "unfinished"))
     outcome = json.loads((unfinished / "outcome.json").read_text()) | {"status": "interrupted", "reason": "SIGINT"}

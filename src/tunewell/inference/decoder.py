@@ -30,6 +30,7 @@ from tunewell.data.batches import MicroBatch, cumulative_lengths, share_prefix
 from tunewell.methods.base import weights_cast
 from tunewell.models.attention import packed_flash, packed_sdpa, runs_of, stock_attention
 from tunewell.models.cpu_attention import MAX_LENGTH
+from tunewell.models.fp32_modules import compute_dtype
 from tunewell.models.support import is_verified, quiet, require_supported
 
 CACHED = "tunewell_cached"
@@ -122,7 +123,7 @@ def _difference(model: PreTrainedModel) -> str | None:
     model.train(was_training)
     expected = output.logits[:, -1].float()
     distance = float((found - expected).abs().max() / expected.abs().max())
-    if distance <= _TOLERANCE.get(model.dtype, 1e-3):
+    if distance <= _TOLERANCE.get(compute_dtype(model), 1e-3):
         return None
     return f"`{model.config.model_type}` decoded from a static cache differs from transformers by {distance:.1e}"
 

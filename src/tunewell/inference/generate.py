@@ -26,6 +26,7 @@ from tunewell.inference.decoder import (
     why_not_decoded,
 )
 from tunewell.inference.transformers_generate import generate_with_transformers
+from tunewell.models.fp32_modules import compute_dtype
 from tunewell.records.manifest import Manifest
 
 _PROMPT_TOKENS = 8192
@@ -197,7 +198,7 @@ def _num_slots(model: PreTrainedModel, capacity: int, decoding: Decoding) -> int
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+        token_bytes = 2 * config.num_hidden_layers * heads * size * compute_dtype(model).itemsize
         free, _ = torch.cuda.mem_get_info(model.device)
         free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
         number = min(_MAX_GPU_SLOTS, int(free * _MEMORY_SHARE) // max(1, token_bytes * capacity))

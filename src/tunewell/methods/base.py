@@ -22,6 +22,7 @@ from tunewell.config.extensions import METHODS
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.hardware.device import probe_device
+from tunewell.models.fp32_modules import compute_dtype
 from tunewell.models.load import not_finite_names
 from tunewell.records.adapter import ADAPTER_CONFIG, read_adapter_config
 
@@ -188,7 +189,7 @@ def weights_cast(model: PreTrainedModel) -> Iterator[None]:
     layers = adapter_layers(model).values()
     quantized: list[Any] = [module for module in model.modules() if getattr(module, "is_matrix", False)]
     for layer in layers:
-        layer.cast(model.dtype)
+        layer.cast(compute_dtype(model))
     if quantized and _fits(sum(layer.in_features * layer.out_features for layer in quantized), model):
         for layer in quantized:
             layer.cached = layer.weight
@@ -204,7 +205,7 @@ def weights_cast(model: PreTrainedModel) -> Iterator[None]:
 def _fits(num_weights: int, model: PreTrainedModel) -> bool:
     """Return whether weights in the model's dtype take at most half of the free memory of its device."""
     free = probe_device(str(model.device)).free_bytes
-    return free is not None and 2 * num_weights * model.dtype.itemsize <= free
+    return free is not None and 2 * num_weights * compute_dtype(model).itemsize <= free
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

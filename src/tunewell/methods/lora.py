@@ -39,6 +39,7 @@ from tunewell.methods.targets import (
     select_layers,
     with_embeddings,
 )
+from tunewell.models.fp32_modules import use_fp32_weights
 from tunewell.models.shared import own_trainable
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 
@@ -280,21 +281,17 @@ def _train_in_full(model: PreTrainedModel, name: str) -> None:
     """Make a module trainable in fp32. A tied head and embedding stay tied."""
     module = model.get_submodule(name)
     is_tied = name in tied_names(model)
+    parts: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()] if is_tied else [module]
     # Read the dtype before the conversion, because converting one tied module converts the shared weight.
     dtype = next(module.parameters()).dtype
-    if dtype != torch.float32 and not isinstance(module, nn.Embedding | nn.Linear):
-        raise UserError(
-            f"`{name}` cannot be fully fine-tuned in a 16-bit model: only embeddings and linear layers can",
-            fix="remove it from `method.modules_to_save`, or set `train.precision: fp32`",
-        )
-    for part in [model.get_input_embeddings(), model.get_output_embeddings()] if is_tied else [module]:
+    for part in parts:
+        if dtype != torch.float32 and not use_fp32_weights(part, dtype):
+            raise UserError(
+                f"`{name}` cannot be fully fine-tuned in a 16-bit model: only embeddings and linear layers can",
+                fix="remove it from `method.modules_to_save`, or set `train.precision: fp32`",
+            )
         part.float().requires_grad_(True)
         own_trainable(part)
-        if dtype != torch.float32 and isinstance(part, nn.Embedding):
-            part.__class__ = Fp32Embedding
-            part.__dict__["output_dtype"] = dtype
-        elif dtype != torch.float32 and isinstance(part, nn.Linear):
-            part.__class__ = Fp32Linear
     if is_tied:
         model.tie_weights()
 
@@ -411,20 +408,3 @@ class _LowRank(torch.autograd.Function):
         db_NR = torch.addmm(zero, xa_TR.T, dy_TN, beta=0, alpha=ctx.scale).T
         dx_TK = (dy_TN @ ctx.base.weight).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
         return dx_TK, None, None, dxa_TR.T @ x_TK, db_NR
-
-
-class Fp32Embedding(nn.Embedding):
-    """An embedding with fp32 weights and outputs in the model's precision."""
-
-    output_dtype: torch.dtype = torch.float32
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).to(self.output_dtype)
-
-
-class Fp32Linear(nn.Linear):
-    """A linear layer with fp32 weights that computes in the precision of its input."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.weight.to(input.dtype), bias)

@@ -58,6 +58,15 @@ def select_layers(model: PreTrainedModel, settings: MethodSettings) -> Selection
 def _full_modules(model: PreTrainedModel, settings: MethodSettings) -> tuple[str, ...]:
     names = [name for name, _ in model.named_modules() if name]
     modules = add_tied(model, drop_nested(_match(names, settings.modules_to_save, "module")))
+    for name in modules:
+        parts = model.get_submodule(name).named_modules(prefix=name)
+        if quantized := [path for path, part in parts if getattr(part, "is_matrix", False)]:
+            raise UserError(
+                f"`{name}` is quantised, so its weights cannot be trained",
+                where="`method.modules_to_save`",
+                fix=f"remove `{last_name(name)}` from it, or keep it in 16 bits: "
+                f"`--set 'method.keep=[{', '.join(last_names(quantized))}]'`",
+            )
     if empty := [name for name in modules if next(model.get_submodule(name).parameters(), None) is None]:
         raise UserError(
             f"`{empty[0]}` has no weights to train",

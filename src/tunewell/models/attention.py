@@ -31,6 +31,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from tunewell.models.cpu_attention import MAX_LENGTH, Runs, causal_attention
+from tunewell.models.fp32_modules import compute_dtype
 
 # The names must not contain "sdpa" or "flash", which transformers treats as its own backends.
 SDPA, FLASH = "tunewell_documents", "tunewell_varlen"
@@ -264,7 +265,7 @@ def fastest_attention(model: PreTrainedModel) -> Iterator[None]:
     is_flash = (
         before == SDPA
         and model.device.type == "cuda"
-        and model.dtype in (torch.bfloat16, torch.float16)
+        and compute_dtype(model) in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(model.device) >= (8, 0)
         and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
         # In multi-head latent attention, values and keys have different sizes.

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tunewell.config.schema import Config
+from tunewell.config.schema import Config, MethodSettings
 from tunewell.core.units import count, duration, size_bytes
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.records.manifest import Manifest
@@ -17,6 +17,7 @@ from tunewell.training.checkpoints import checkpoints_at_once, disk_space_warnin
 from tunewell.training.events import CheckedItem
 
 _LITTLE_SHARE = 0.1
+_ADAPTER_SETTINGS = ("rank", "alpha", "dropout", "rslora", "targets", "modules_to_save")
 
 
 def checklist(
@@ -89,6 +90,10 @@ def settings_without_effect(config: Config, num_held_out: int) -> Iterator[str]:
     """Yield notes about settings that have no effect on this run."""
     if config.evaluate.patience is not None and not num_held_out:
         yield "`evaluate.patience` has no effect: there are no held-out rows"
+    default = MethodSettings()
+    for name in _ADAPTER_SETTINGS if config.method.kind == "full" else ():
+        if getattr(config.method, name) != getattr(default, name):
+            yield f"`method.{name}` has no effect: full fine-tuning has no adapter"
 
 
 def warnings(items: Sequence[CheckedItem]) -> Iterator[str]:

@@ -97,7 +97,7 @@ def _method_settings(adapter: Path, name: str, loaded: LoadedConfig) -> MethodSe
     """Return the method's settings with those of the adapter. Raise UserError for settings that contradict it."""
     given = loaded.config.method
     merge = f"merge it with `tunewell export {shlex.quote(name)} --to merged --out NEW`, then train `NEW/merged`"
-    if (kind := adapter_method(adapter)) != given.kind:
+    if (kind := adapter_method(adapter)) is None or (kind != given.kind and "kind" in given.model_fields_set):
         raise UserError(
             f"`{name}` is an adapter{f' of `method.kind: {kind}`' if kind else ' that tunewell does not support'}, but "
             f"the config has `method.kind: {given.kind}`",
@@ -114,7 +114,7 @@ def _method_settings(adapter: Path, name: str, loaded: LoadedConfig) -> MethodSe
                 fix=f"remove `method.{key}` to go on training the adapter; or {merge} with the new value",
             )
     unset = {key: value for key, value in saved.items() if key not in given.model_fields_set}
-    return given.model_copy(update=unset | {"adapter": _spelled(str(adapter), loaded)})
+    return given.model_copy(update=unset | {"kind": kind, "adapter": _spelled(str(adapter), loaded)})
 
 
 def _quantized_as_before(method: MethodSettings, ref: ModelRef, loaded: LoadedConfig) -> MethodSettings:

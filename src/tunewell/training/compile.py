@@ -25,6 +25,7 @@ from torch import nn
 
 from tunewell.core.files import cache_folder, sha256_text, stable_json, write_atomic
 from tunewell.data.batches import DataOrder, FixedShape, micro_batches
+from tunewell.models.fp32_modules import compute_dtype
 from tunewell.models.load import count_parameters
 from tunewell.models.loss import loss_and_grad_fused
 from tunewell.training.events import StepTaken
@@ -253,7 +254,7 @@ def describe_for_ahead(run: Run, shape: FixedShape) -> dict[str, Any] | None:
         "method_settings": run.config.method.model_dump(mode="json"),
         "train": run.config.train.model_dump(mode="json"),
         "precision": run.plan.precision.value,
-        "dtype": str(run.learner.model.dtype).removeprefix("torch."),
+        "dtype": str(compute_dtype(run.learner.model)).removeprefix("torch."),
         "device": str(run.learner.device),
         "longest": run.learner.longest,
         "shape": asdict(shape),

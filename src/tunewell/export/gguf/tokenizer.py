@@ -133,16 +133,22 @@ def _find_adds_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
     the chat template omits the token, the model was trained without it.
     """
     bos = tokenizer.special_tokens.get("bos_token")
-    if not tokenizer.adds_bos or not bos or tokenizer.chat_template is None:
+    if not tokenizer.adds_bos or not bos:
         return tokenizer.adds_bos, []
-    try:
-        template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
-        text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
-    except (UserError, TemplateFailed):
-        return True, []
-    if text.startswith(bos):
+    if (_conversation(tokenizer) or bos).startswith(bos):
         return True, []
     return False, [f"the chat template begins without `{bos}`, so llama.cpp will not add it, not even to plain text"]
+
+
+def _conversation(tokenizer: LoadedTokenizer) -> str | None:
+    """Return a short conversation in the chat template, or None if there is no template or it cannot be rendered."""
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+        return template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    except (UserError, TemplateFailed):
+        return None
 
 
 def _find_space_stripping(tokenizer: LoadedTokenizer, tokens: TokenTable) -> tuple[bool, list[str]]:
@@ -182,6 +188,9 @@ def _sentencepiece_tokens(
     The scores come from the `.model` file if it has the same pieces. Otherwise they are derived from the merges.
     """
     prefix, notes = _find_space_prefix(pipeline)
+    if _FIRST_TEXT_ONLY in notes and (_conversation(tokenizer) or "").startswith(tuple(tokenizer.added)):
+        # All text of a conversation is behind a special token.
+        prefix, notes = False, [f"{_FIRST_TEXT_ONLY}. So the file adds none, not even to plain text"]
     texts, types = _texts_and_types(tokenizer, num_rows)
     has_bytes = bool(pipeline["model"].get("byte_fallback"))
     unknown = pipeline["model"].get("unk_token") or tokenizer.special_tokens.get("unk_token")

@@ -333,19 +333,22 @@ class _Changes:
 
     def __init__(self) -> None:
         self._sums: dict[str, Rows] = {}
-        self._reported: Rows = np.zeros(5)
+        self._reported: Rows = np.zeros(6)
 
     def add(self, pair: Compared) -> None:
         """Add a tensor to the measurement, if training changed it."""
         change = pair.trained.change
         if change is None or not change.any():
             return
-        self._reported = self._reported + _sums(change, pair.found.rows - pair.trained.rows)
+        usual = bounds()["tensors"][pair.kind]["relative"] / 2 * pair.trained.lengths[:, None]
+        self._reported = self._reported + _sums(change, pair.found.rows - pair.trained.rows, usual)
         # Rounding in blocks can undo a change if the base was quantised to the same grid. So the file is compared with
         # the trained tensor after the same rounding.
         if pair.expected_rows is not None:
             for group in self._groups(pair.name):
-                self._sums[group] = self._sums.get(group, 0) + _sums(change, pair.found.rows - pair.expected_rows)
+                usual = usual if pair.kind in UNBLOCKED_TYPES else np.zeros_like(usual)
+                sums = _sums(change, pair.found.rows - pair.expected_rows, usual)
+                self._sums[group] = self._sums.get(group, 0) + sums
 
     @property
     def strength(self) -> float | None:
@@ -371,19 +374,20 @@ class _Changes:
         return ["", *layer, f"`{name}`"]
 
 
-def _sums(change: Rows, error: Rows) -> Rows:
-    """Return the sums that `_regress` needs; the sums of several tensors can be added."""
+def _sums(change: Rows, error: Rows, usual: Rows) -> Rows:
+    """Return sums for `_regress`; those of several tensors can be added. `usual` is the rounding of a row."""
     error = error[:, -1:]
-    terms = (change * error, change**2, change**2 * error**2, change**3 * error, change**4)
+    terms = (change * error, change**2, change**2 * error**2, change**3 * error, change**4, change**2 * usual**2)
     return np.array([term.sum() for term in terms])
 
 
 def _regress(sums: Rows) -> tuple[float, float]:
     """Regress the error on the change; return the slope and its uncertainty due to rounding."""
-    product, square, mixed, skew, fourth = sums
+    product, square, mixed, skew, fourth, rounding = sums
     slope = product / square
-    # The variance of the residual: the error without the part that is explained by the change.
-    residual = max(0.0, mixed - 2 * slope * skew + slope**2 * fourth)
+    # The variance of the residual: the error without the part that is explained by the change. Of a change in few rows,
+    # the slope explains even the rounding, so the variance is at least the usual one.
+    residual = max(rounding, mixed - 2 * slope * skew + slope**2 * fourth)
     return float(slope), float(_MAX_DEVIATIONS * math.sqrt(residual) / square)
 
 
