@@ -1,10 +1,10 @@
 """The column names of known formats: which formats match the columns of a row, and what near misses could mean."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
+from tunewell.core.errors import close_names
 from tunewell.data.rows.conversation import Rejected, is_list, is_object
 from tunewell.data.rows.headings import known_heading
 
@@ -94,7 +94,7 @@ def is_labelled_text(row: Mapping[str, Any]) -> bool:
 
 def nearest_column(name: str) -> str | None:
     """Return the known column name that a name resembles, as `response` for `Respones`, or None."""
-    return next(iter(difflib.get_close_matches(name.strip().casefold(), KNOWN, n=1, cutoff=0.8)), None)
+    return next(iter(close_names(name.strip().casefold(), KNOWN)), None)
 
 
 def accepted_answers(row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
