@@ -36,7 +36,7 @@ from tunewell.config.yaml_reader import (
     read_yaml,
 )
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.core.files import is_url, short_path
+from tunewell.core.files import hub_address, is_url, short_path
 from tunewell.core.units import count
 
 # Set values from the command line in the config tree and rebase relative paths.
@@ -95,6 +95,8 @@ def _is_path(name: str, value: str) -> bool:
         return value.endswith((".gguf", ".model")) or Path(value).exists()
     if name in ("template.name", "data.sources.template"):
         return value.endswith(".jinja")
+    if name == "data.sources.path" and is_url(hub_address(value, Path())):
+        return False
     return name in _ALWAYS_PATHS and (name, value) != ("data.held_out", "auto")
 
 
@@ -408,6 +410,9 @@ def _expand(draft: _Draft) -> None:
     data = _section(draft.tree, ("data",))
     if "sources" in data:
         data["sources"] = as_sources(data["sources"])
+        for source in cast(list[Any], data["sources"]) if isinstance(data["sources"], list) else ():
+            if isinstance(path := _section(source, ()).get("path"), str):
+                source["path"] = hub_address(path, draft.base)
 
 
 def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:

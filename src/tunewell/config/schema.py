@@ -73,7 +73,8 @@ class SourceConfig(Section):
 
     path: Text
     """A file, a folder or a glob, relative to the config file; an address (`s3://`, `r2://`, `https://`); or a dataset
-    of the hub (`hf://datasets/ORG/NAME@REVISION`). As a plain string it may end in a limit: `rows.jsonl#500`."""
+    of the hub (`hf://datasets/ORG/NAME@REVISION`, or `ORG/NAME` where no folder `ORG` exists). As a plain string it may
+    end in a limit: `rows.jsonl#500`."""
     format: Annotated[str, OneOf(FORMATS)] = Field(
         default="auto", description=f"Format of the rows. {OneOf(FORMATS).doc()} The detected format is printed."
     )
