@@ -54,6 +54,8 @@ def choose_format(candidates: list[Candidate], row: Mapping[str, Any]) -> str:
 
 def _suggest(row: Mapping[str, Any]) -> str:
     """Return the setting to add for column names that nearly match a format, or an empty text."""
+    if "input_ids" in row:
+        return "; these are token ids: `tunewell prepare --data PATH --model MODEL` reads a folder of such shards"
     if is_labelled_text(row):
         return "; it looks like a classification set; set `format: classification`"
     columns = ", ".join(f"{known}: {key}" for known, key in suggest_columns(row).items())
