@@ -2,7 +2,8 @@
 
 The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
 only if a config has a key that tunewell does not know. `foreign.json` lists the names without an equivalent key: the
-values with which tunewell does the same (`same`; `null` always is one), and what to write instead of any other value.
+values with which tunewell does the same (`same`; `null` always is one), and what to write instead of any other value;
+and the names of optimizers.
 """
 
 import json
@@ -14,18 +15,11 @@ from typing import Any
 
 from tunewell.config.extensions import OPTIMIZERS
 
-_ADAMW = frozenset(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"))
-_PAGED = frozenset(("paged_adamw", "paged_adamw_32bit"))
-_ADAMW8BIT = frozenset(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"))
-_GALORE = frozenset(f"galore_adamw{bits}{layerwise}" for bits in ("", "_8bit") for layerwise in ("", "_layerwise"))
 _GALORE_ARGUMENTS = {"rank": "galore_rank", "update_proj_gap": "galore_every", "scale": "galore_scale"}
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
-_QUANTISED = "write `method.quantize: nf4` or `int8`"
 _NO_EQUIVALENT = "there is no such setting here; leave it out"
 _NUM_NAMED = 8
-_HARMLESS_IF = (False, None, 0, "none", "no", "")
-"""Values that disable a setting; tunewell behaves like this anyway."""
 
 
 @dataclass
@@ -57,7 +51,6 @@ def translate(found: Mapping[str, Any]) -> Translation:
     result = Translation()
     _translate_batch(found, result)
     _translate_precision(found, result)
-    _translate_strategy(found, result)
     _translate_choices(found, result)
     unchanged: list[str] = []
     for name in [name for name in found if name in table() and name not in result.used]:
@@ -111,39 +104,22 @@ def _translate_precision(found: Mapping[str, Any], result: Translation) -> None:
     result.set("train.precision", enabled[0] if enabled else "fp32" if is_off else "auto", *names)
 
 
-def _translate_strategy(found: Mapping[str, Any], result: Translation) -> None:
-    keys = {"eval_strategy": "evaluate", "evaluation_strategy": "evaluate", "save_strategy": "checkpoints"}
-    for name, section in keys.items():
-        if name not in found:
-            continue
-        if found[name] == "steps":  # `eval_steps` and `save_steps` are aliases
-            result.used.add(name)
-        elif found[name] == "no" and section == "evaluate":
-            result.refuse(name, "write `data.held_out: 0`: without held-out rows, nothing is evaluated")
-        else:
-            result.refuse(name, f"write `{section}.every_steps`: a number of steps, or `auto`")
-
-
 def _translate_optimizer(found: Mapping[str, Any], result: Translation) -> None:
     """Translate transformers' names of optimizers. Nothing is paged here: paged states spill to the host unseen."""
     key = "optim" if "optim" in found else "optimizer"
     given = found.get(key)
     name = given if isinstance(given, str) else ""
-    if name in _GALORE:
-        result.set("train.optimizer", "galore", key)
-        if "8bit" in name:
-            result.set("train.galore_8bit", True, key)
-        _translate_galore(found, result)
-    elif name in _ADAMW8BIT:
-        result.set("train.optimizer", "adamw8bit", key)
-    elif name in _ADAMW | _PAGED:
-        result.set("train.optimizer", "adamw", key)
-    elif name in OPTIMIZERS.names():
-        result.set("train.optimizer", name, key)
+    own = table()["optim"]["names"].get(name, name)
+    if own in OPTIMIZERS.names():
+        result.set("train.optimizer", own, key)
     elif key in found:
         known = ", ".join(f"`{own}`" for own in OPTIMIZERS.names())
         result.refuse(key, f"{given!r} is not supported; write `train.optimizer` with one of {known}")
-    if name in _PAGED | _ADAMW8BIT and name.startswith("paged"):
+    if own == "galore":
+        if "8bit" in name:
+            result.set("train.galore_8bit", True, key)
+        _translate_galore(found, result)
+    if name != own and name.startswith("paged"):
         result.notes.append(f"`{key}: {name}`: the optimizer states stay on the device; nothing is paged")
 
 
@@ -173,10 +149,6 @@ def _translate_choices(found: Mapping[str, Any], result: Translation) -> None:
     for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if found.get(name) is True and not (kind == "int8" and is_4bit):
             result.set("method.quantize", kind, name)
-        elif found.get(name, True) in _HARMLESS_IF:
-            result.used.add(name)
-        elif name in found:
-            result.refuse(name, _QUANTISED)
     adapter = found.get("adapter", found.get("use_peft"))
     name = "adapter" if "adapter" in found else "use_peft"
     if adapter in ("lora", "qlora", True):

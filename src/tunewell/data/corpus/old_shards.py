@@ -304,23 +304,22 @@ def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
         return None
     full = base / Path(path).expanduser()
     manifest = _manifest_of(full)
-    version, is_complete = str(manifest.get("format_version")), (full / _MANIFEST).is_file()
-    if "format" in manifest:
+    version = str(manifest.get("format_version"))
+    is_listed = version in (_ROWS, _PACKED) and (full / _MANIFEST).is_file()
+    if "format" in manifest:  # a corpus of tunewell
         return None
     files = LocalFile.find(path, base=base, options=SourceOptions())
     shards = [file for file in files if not (full.is_dir() and _is_held_out(file.path.relative_to(full)))] or files
     found = [
         SourceFile(shard, shard.name, str(kind), by) for shard in shards for kind, by in [detect_format(shard.name)]
     ]
-    if is_complete and version in (_ROWS, _PACKED):
+    if is_listed:
         _check_manifest(path, manifest, version, files)
         for file in found:
             _check_first_row(file, version)
     elif found[0].format not in _PACKED_FILES or not _is_packed(_first_row(found[0])):
         return None
-    else:
-        is_complete = False
-    if is_complete and version == _ROWS:
+    if is_listed and version == _ROWS:
         return found
     packing = cast(dict[str, Any], manifest.get("packing_metadata") or {})
     end_id = manifest.get("eos_token_id", packing.get("eos_token_id"))
