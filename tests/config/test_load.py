@@ -254,6 +254,7 @@ def test_groups_left_empty_are_defaults():
         ("- a\n- b\n", "the config has no keys"),
         ("seed: 1\nseed: 2\n", "`seed` is set twice, in lines 1 and 2"),
         ("a: [\n", "invalid YAML"),
+        ('{"a": 1, // one\n"b": 2}\n', "line 2\n  fix:   put commas between the entries; a comment begins with `#`"),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_its_fix(text, said):

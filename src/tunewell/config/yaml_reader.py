@@ -39,6 +39,7 @@ _SYNTAX_FIXES = {
     "\\t": "indent with spaces, not with tabs",
     "mapping values are not allowed": "put quotes around text that contains `: `, and check the indentation",
     "escape": "in double quotes a backslash starts an escape; use single quotes around Windows paths",
+    "expected ',' or '}'": "put commas between the entries; a comment begins with `#`, not with `//`",
     "another document": "write one config per file",
     "values once": "write the values out",
 }

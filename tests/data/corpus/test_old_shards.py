@@ -332,3 +332,16 @@ def test_every_note_of_shards_is_in_the_glossary():
         "shards_without_manifest",
     )
     assert all(len(find_entry(note)[1]) > 20 for note in notes)
+
+
+def test_the_missing_end_token_is_named_with_what_helps(spaces, tmp_path):
+    """The id in the manifest is enough; without it, the message names the tokenizer and the key."""
+    symbols, _ = spaces
+    data = pack_pieces(tmp_path / "shards", symbols, manifest={"format_version": "3.0"})
+    shard = data / "train" / "shard_00000.jsonl"
+    shard.write_text(shard.read_text().replace(" 2,", " 1,"))
+    with pytest.raises(UserError, match="cannot be told apart") as caught:
+        prepare_pieces(tmp_path, shard, symbols, "template.name=chatml")
+    assert "`tokenizer`" in str(caught.value.fix) and '"eos_token_id": 2' in str(caught.value.fix)
+    (data / "manifest.json").write_text(json.dumps({"format_version": "3.0", "eos_token_id": 1}))
+    assert prepare_pieces(tmp_path, shard, symbols, "template.name=chatml").manifest.documents > 30

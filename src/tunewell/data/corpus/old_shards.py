@@ -164,7 +164,8 @@ class _Unpacker:
             raise UserError(
                 f"`{self.shard.name}`: the conversations in a packed row cannot be told apart",
                 where=f"no end token ({', '.join(dict.fromkeys(names[:3]))}) stands between them",
-                fix="use the rows from which the shards were made",
+                fix="set `tokenizer` to the tokenizer of the shards; or write the id of the end token into their "
+                '`manifest.json`, like `"eos_token_id": 2`; or use the rows from which they were made',
             )
         self.end_ids = (found[0],)
         return self.end_ids
