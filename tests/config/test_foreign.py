@@ -1,11 +1,13 @@
 """Settings of other trainers: each is converted, or refused with tunewell's equivalent; none gets a wrong hint."""
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
 from tunewell.config import foreign
+from tunewell.config.keys import all_keys
 from tunewell.config.load import LoadedConfig, load_config
 from tunewell.core.errors import UserError
 
@@ -188,3 +190,107 @@ def test_every_name_of_a_method_gives_a_valid_config():
             assert own in refusal({"method": {"kind": name}})
         elif own.get("method.kind") != name:
             assert load({"method": {"kind": name}}).notes
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ({"method": "dora", "rank": 8, "learning_rate": 1e-4}, "method.kind", "dora"),
+        ({"method": "lora", "rank": 8}, "method.rank", 8),
+        ({"packing": 1024}, "packing.context_length", 1024),
+        ({"template": "llama3"}, "template.name", "llama3"),
+        ({"healing": False}, "healing.on", False),
+        ({"verdict": False}, "verdict.after_training", False),
+        ({"export": ["gguf"]}, "export.to", ("gguf",)),
+        ({"train": 2.5}, "train.epochs", 2.5),
+        ({"epochs": 2, "optimizer": "adamw"}, "train.epochs", 2),
+        ({"optimizer": "paged_adamw_8bit"}, "train.optimizer", "adamw8bit"),
+        ({"batch_size": 2, "gradient_accumulation_steps": 4}, "train.batch_documents", 8),
+        ({"val_set_size": 0.1}, "data.held_out", 0.1),
+        ({"max_steps": -1, "save_total_limit": None, "eval_steps": None}, "train.max_steps", None),
+    ],
+)
+def test_a_value_with_one_meaning_is_taken(given, key, value):
+    """A flat config of another tool says `method: lora`; its author means `method.kind`."""
+    section, name = key.split(".")
+    assert getattr(getattr(load(given).config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("packing: false\nmax_seq_length: 128\n", "`packing` is a section, not false\n  where: tunewell.yaml line 1"),
+        ("packing: false\nmax_seq_length: 128\n", "documents are always packed, and never attend to each other"),
+        (
+            "learning_rate: 1e-4\ntrain: 3\n",
+            "not 3\n  where: tunewell.yaml line 2\n  fix:   write `train: {epochs: 3}` or",
+        ),
+        ("evaluate: false\neval_steps: 5\n", "with `data.held_out: 0`, there are none"),
+        ("checkpoints: 100\n", "`checkpoints: {every_steps: 100}` or `checkpoints: {keep: 100}`"),
+        ("storage: mine\n", "its keys are profile, endpoint"),
+        ("data: {sources: a, clean: yes}\n", "`data.clean` is a section, not 'yes'"),
+    ],
+)
+def test_a_value_in_place_of_a_section_is_the_problem(text, said, tmp_path):
+    """`packing: false` with `max_seq_length` was "`packing` has no key `context_length`", without a line."""
+    (tmp_path / "tunewell.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_config()
+    assert said in str(caught.value)
+    assert "problems" not in str(caught.value)
+
+
+def test_every_section_names_a_value_in_its_place():
+    """A rule for each section name, also for those that a later version adds."""
+    sections = [key for key in all_keys().values() if key.is_section]
+    for key in sections:
+        for value in (3, True, "x", ["x"]):
+            outer: dict = {}
+            inner = outer
+            *parents, last = key.name.split(".")
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[last] = value
+            try:
+                load(outer)
+            except UserError as error:
+                assert f"`{key.name}" in str(error) and "no key" not in str(error)
+
+
+def test_a_section_on_the_command_line_is_named_with_its_option():
+    assert "where: --set packing=false" in refusal({}, "packing=false")
+    assert load({"packing": {"long_documents": "drop"}}, "packing=256").config.packing.long_documents == "drop"
+
+
+@pytest.mark.long
+def test_a_dump_of_sft_config_needs_two_changes():
+    """Its 120 keys are TRL's defaults; only what would differ here is refused, and the rest is counted."""
+    trl = importlib.import_module("trl")
+    dump = trl.SFTConfig(output_dir="out", max_length=128, packing=True, bf16=False, learning_rate=1e-4).to_dict()
+    with pytest.raises(UserError) as caught:
+        load(dump)
+    told = [line.split("`")[1] for line in str(caught.value).splitlines()[1:-1]]
+    assert sorted(told) == ["eval_strategy", "packing"]
+    loaded = load({name: value for name, value in dump.items() if name not in told})
+    assert (loaded.config.packing.context_length, loaded.config.train.learning_rate) == (128, 1e-4)
+    [note] = loaded.notes
+    assert note.startswith("not used, and without effect here: ") and " more" in note
+
+
+@pytest.mark.parametrize("name", ["rll", "num_gpu_cards", "model_kind", "training_params", "strictness", "batch_sizes"])
+def test_a_guess_is_offered_only_for_a_slip(name):
+    """`rl` was answered with `method.rank`, and `num_gpus` with `train.epochs`."""
+    assert "did you mean" not in refusal({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("learn_rate", "train.learning_rate"), ("modle", "model"), ("sed", "seed")]
+)
+def test_a_slip_is_answered_with_the_key(name, meant):
+    assert f"did you mean `{meant}`?" in refusal({name: 1})
+
+
+def test_a_foreign_section_is_moved_not_renamed():
+    """`training_params` was answered with `train.learning_rate`."""
+    assert "move its keys to the top level" in refusal({"training_params": {"learning_rate": 8e-5}})
+    assert "move its keys to the top level" in refusal({"dataset_config": {"packing": True}})

@@ -15,7 +15,7 @@ from tunewell.config.schema import Clean
 from tunewell.core.errors import UserError
 from tunewell.data.rows.cleaning import clean
 from tunewell.data.rows.conversation import Conversation, Rejected
-from tunewell.data.rows.formats import Converter
+from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.sources.base import find_files
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
 
@@ -141,6 +141,42 @@ def test_a_row_with_half_its_format_is_not_taken_for_another():
     conversation, name = Converter().convert({"instruction": "q", "output": None, "text": "### q"})
     assert name == "alpaca"
     assert conversation.messages == [user("q"), assistant("")]
+
+
+INTRODUCTION = "Below is an instruction that describes a task"
+REQUEST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        (
+            {"instruction": "Add {a}", "input": "1 {2}", "output": "3"},
+            f"{INTRODUCTION}, paired with an input that provides further context. {REQUEST}Add {{a}}\n\n"
+            "### Input:\n1 {2}\n\n### Response:",
+        ),
+        (
+            {"instruction": "Add", "input": " ", "output": "3", "system": "s"},
+            f"{INTRODUCTION}. {REQUEST}Add\n\n### Response:",
+        ),
+        ({"instruction": "Add", "output": "3", "context": "c"}, f"{INTRODUCTION}. {REQUEST}Add\n\n### Response:"),
+        ({"instruction": "", "input": "1 + 2?", "output": "3"}, "1 + 2?"),
+    ],
+)
+def test_the_public_alpaca_prompt_is_a_format(row, question):
+    """Models of the Alpaca family were trained with exactly this text; by default the input is appended."""
+    conversation, name = Converter(format_name="alpaca_prompt").convert(row)
+    assert name == "alpaca_prompt"
+    assert conversation.messages[-2:] == [user(question), assistant("3")]
+    assert (conversation.messages[0]["role"] == "system") == ("system" in row)
+
+
+def test_the_alpaca_prompt_is_written_once():
+    """The template `alpaca` writes the prompt itself, and knows the form of an input."""
+    row = {"instruction": "Add", "input": "1 2", "output": "3"}
+    options = FormatOptions(marks_input=True)
+    written = [Converter(format_name=name, options=options).convert(row)[0] for name in ("alpaca", "alpaca_prompt")]
+    assert written[0] == written[1]
 
 
 # --- turns

@@ -13,7 +13,9 @@ import pytest
 from huggingface_hub import constants
 
 from corpora import row
+from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
+from tunewell.data.sources.base import find_files
 from tunewell.records.manifest import Manifest, read_manifest
 from tunewell.workflows.prepare import prepare
 
@@ -188,3 +190,41 @@ def test_a_part_of_a_commit_in_the_hubs_cache_is_not_taken_for_the_data_set(hub,
 def test_a_name_that_the_hub_does_not_allow_is_named(hub, tiny_model, tmp_path):
     with pytest.raises(UserError, match="`team/a--b` is not the name of a data set"):
         build(tmp_path, tiny_model, "hf://datasets/team/a--b")
+
+
+@pytest.mark.long
+def test_a_plain_hub_id_is_understood_where_it_cannot_be_a_path(hub, tiny_model, tmp_path):
+    """`--data tatsu-lab/alpaca` ended in "the folder `tatsu-lab` does not exist either"."""
+    run(tmp_path / "a", tiny_model, "team/plain")
+    manifest = read_manifest(tmp_path / "a" / "corpus")
+    assert [source.name.rpartition("/data/")[0] for source in manifest.sources] == ["hf://datasets/team/plain"]
+
+
+@pytest.mark.parametrize("path", ["team/plain", "team/OpenHermes-2.5", "team/plain#5"])
+def test_a_hub_id_is_named_when_the_hub_is_out_of_reach(path, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("tunewell.data.sources.hub.hub_is_out_of_reach", lambda: "it cannot be reached")
+    loaded = load_config(data=path)
+    with pytest.raises(UserError, match="of the hub cannot be downloaded") as caught:
+        find_files(loaded.config.data.sources[0].path, base=tmp_path)
+    assert f"hf://datasets/{path.partition('#')[0]}" in str(caught.value)
+
+
+def test_a_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    """A file name, or a name in a folder that exists, is a path; where it is missing, both are named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "team").mkdir()
+    for path in ("team/plain", "other/rows.jsonl", "./a", "../a/b", "a/b/c", "rows"):
+        [source] = load_config(data=path).config.data.sources
+        assert source.path == path
+    with pytest.raises(UserError, match=r"there is no file or folder `team/plain`\n.*`hf://datasets/team/plain`"):
+        find_files("team/plain", base=tmp_path)
+
+
+def test_a_hub_id_in_a_config_is_looked_up_beside_the_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inner" / "team").mkdir(parents=True)
+    (tmp_path / "inner" / "c.yaml").write_text("data: [team/rows, org/name]\n")
+    loaded = load_config(Path("inner/c.yaml"))
+    assert [source.path for source in loaded.config.data.sources] == ["team/rows", "hf://datasets/org/name"]
+    [source] = load_config(Path("inner/c.yaml"), data="org/name").config.data.sources
+    assert source.path == "hf://datasets/org/name"

@@ -4,7 +4,6 @@ Exit codes: 0 success, 1 a bug or a machine fault, 2 an error that the user can 
 the requested command is imported, so that commands start quickly.
 """
 
-import difflib
 import gc
 import importlib
 import io
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO, cast
 
 from tunewell.cli.render import RedactedStream, emit, emit_error, folded_table, hanging, json_text
-from tunewell.core.errors import SharedError, UserError, did_you_mean
+from tunewell.core.errors import SharedError, UserError, close_names, did_you_mean
 from tunewell.core.files import explain_os_error
 from tunewell.core.redact import redact
 
@@ -100,7 +99,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         emit(f"tunewell {_version()}")
     else:
         kind = "option" if name.startswith("-") else "command"
-        close = difflib.get_close_matches(name, [*dict(COMMANDS), "--help", "--version"], n=1, cutoff=0.5)
+        close = close_names(name, [*dict(COMMANDS), "--help", "--version"])
         fix = did_you_mean([f"tunewell {name}" for name in close], "`tunewell --help` lists the commands")
         raise UserError(f"there is no {kind} `{name}`", fix=fix)
     return 0

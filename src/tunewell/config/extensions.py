@@ -104,6 +104,12 @@ FORMATS: Registry[FormatEntry] = Registry(
             uses=("instruction", "output", *_EXTRA),
         ),
         FormatEntry(
+            "alpaca_prompt",
+            "`alpaca`, with the text of the public Alpaca prompt in the question (`### Instruction:`, `### Input:`)",
+            f"{_ROWS}.formats:convert_alpaca_prompt",
+            uses=("instruction", "input", "output", *_SYSTEM),
+        ),
+        FormatEntry(
             "dolly",
             "`instruction`, `context`, `response`",
             f"{_ROWS}.formats:convert_dolly",

@@ -1,7 +1,8 @@
 """Base class of config sections, and strict field types."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -20,6 +21,10 @@ class Section(BaseModel):
     """The base class of config sections. Sections are immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    single: ClassVar[Mapping[str, tuple[type, ...]]] = {}
+    """Keys that one value of these types can mean in place of the section. A value with one meaning is taken."""
+    switch: ClassVar[str] = ""
+    """What to do about `true` or `false` in place of the section."""
 
 
 @dataclass(frozen=True)

@@ -1,75 +1,26 @@
 """Settings of other trainers that are not aliases: converted to tunewell's keys, or refused with the reason.
 
 The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
-only if a config has a key that tunewell does not know, or a training method of another tool.
+only if a config has a key that tunewell does not know, or a training method of another tool. `foreign.json` lists the
+names without an equivalent key: the values with which tunewell does the same (`same`; `null` always is one), and what
+to write instead of any other value; and the names of optimizers.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tunewell.config.extensions import OPTIMIZERS
 
-_ADAMW = frozenset(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"))
-_PAGED = frozenset(("paged_adamw", "paged_adamw_32bit"))
-_ADAMW8BIT = frozenset(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"))
-_GALORE = frozenset(f"galore_adamw{bits}{layerwise}" for bits in ("", "_8bit") for layerwise in ("", "_layerwise"))
 _GALORE_ARGUMENTS = {"rank": "galore_rank", "update_proj_gap": "galore_every", "scale": "galore_scale"}
-_BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size")
+_BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
-_PACKED = "documents are packed without padding, so grouping by length saves nothing"
-_QUANTISED = "write `method.quantize: nf4` or `int8`"
-_NF4 = "remove it: `method.quantize: nf4` is NF4 in blocks of 64 with double quantisation, in the run's precision"
-_WORKERS = "tokenizing uses threads and is cached; there are no worker processes"
-_LOGGED = "every step is logged to `events.jsonl` in the run folder"
-_SHARDED = "sharding is not supported: each GPU holds the whole model"
-
-_REFUSED = {
-    "quantization_config": _QUANTISED,
-    "quantization_bit": _QUANTISED,
-    "bnb_4bit_quant_type": _NF4,
-    "bnb_4bit_use_double_quant": _NF4,
-    "bnb_4bit_compute_dtype": _NF4,
-    "group_by_length": _PACKED,
-    "length_column_name": _PACKED,
-    "sample_packing": "documents are always packed",
-    "pad_to_sequence_len": "sequences are packed and never padded",
-    "num_proc": _WORKERS,
-    "dataset_num_proc": _WORKERS,
-    "preprocessing_num_workers": _WORKERS,
-    "dataloader_num_workers": _WORKERS,
-    "logging_steps": _LOGGED,
-    "logging_strategy": _LOGGED,
-    "per_device_eval_batch_size": "evaluations use `train.micro_batch_tokens`; answers use `verdict.batch_size`",
-    "eval_batch_size": "evaluations use `train.micro_batch_tokens`; answers use `verdict.batch_size`",
-    "deepspeed": _SHARDED,
-    "fsdp": _SHARDED,
-    "fsdp_config": _SHARDED,
-    "tf32": "fp32 matrix products are computed in fp32; `train.precision: bf16` is faster",
-    "neftune_noise_alpha": "NEFTune (noise on embeddings) is not supported",
-    "load_best_model_at_end": "the checkpoint with the best held-out loss is always kept, and `export` uses it",
-    "remove_unused_columns": "unused columns never reach the model; `prepare` lists them",
-    "resume_from_checkpoint": "use `tunewell train --resume`",
-    "push_to_hub": "nothing is uploaded; `tunewell export` writes the model",
-    "val_set_size": "write `data.held_out: 0.05` for a share of the rows, or a file; `auto` is the default",
-    "dataset_text_field": "write `columns: {text: YOUR_COLUMN}` on the source in `data.sources`",
-    "formatting_func": "write `map: file.py:function` on the source in `data.sources`",
-    "datasets": "write `data.sources`: a path, a list of paths or a list of sections",
-    "dataset": "write `data.sources`: a path, a list of paths or a list of sections",
-    "dataset_name": "write `data.sources` with the path of downloaded rows",
-    "dataset_path": "write `data.sources`: a path, a list of paths or a list of sections",
-    "train_file": "write `data.sources`: a path, a list of paths or a list of sections",
-    "validation_file": "write `data.held_out` with the path of the file",
-    "completion_only_loss": "write `template.learn_from`: `responses` (the default) or `everything`",
-    "assistant_only_loss": "write `template.learn_from`: `responses` (the default) or `everything`",
-    "train_on_inputs": "write `template.learn_from`: `responses` (the default) or `everything`",
-}
-"""Names without an equivalent key -> the reason, and what to write instead."""
-_HARMLESS_IF = (False, None, 0, "none", "no", "")
-"""Values that disable a setting; tunewell behaves like this anyway."""
+_NO_EQUIVALENT = "there is no such setting here; leave it out"
+_NUM_NAMED = 8
 
 
 @dataclass
@@ -102,19 +53,23 @@ def translate(found: Mapping[str, Any]) -> Translation:
     _translate_method(found, result)
     _translate_batch(found, result)
     _translate_precision(found, result)
-    _translate_strategy(found, result)
     _translate_choices(found, result)
-    for name, value in found.items():
-        if name in _REFUSED and value in _HARMLESS_IF and name.startswith(("load_in", "group", "tf32")):
+    unchanged: list[str] = []
+    for name in [name for name in found if name in table() and name not in result.used]:
+        if found[name] is None or found[name] in table()[name].get("same", ()):
+            unchanged.append(f"`{name}`")
             result.used.add(name)
-        elif name in _REFUSED:
-            result.refuse(name, _REFUSED[name])
+        else:
+            result.refuse(name, table()[name].get("instead", _NO_EQUIVALENT))
+    if unchanged:
+        more = f" and {len(unchanged) - _NUM_NAMED} more" if len(unchanged) > _NUM_NAMED else ""
+        result.notes.append(f"not used, and without effect here: {', '.join(unchanged[:_NUM_NAMED])}{more}")
     return result
 
 
 def _translate_method(found: Mapping[str, Any], result: Translation) -> None:
     """Translate a `method.kind` that is no training method here: `qlora` is LoRA on a base model in 4 bits."""
-    raw = json.loads(files("tunewell.config").joinpath("method_names.json").read_text(encoding="utf-8"))
+    raw = json.loads(Path(__file__).with_name("method_names.json").read_text(encoding="utf-8"))
     given = found.get("kind")
     own = raw["names"].get(re.sub(r"[\s_-]", "", str(given).lower()), {})
     if isinstance(own, str):
@@ -124,6 +79,12 @@ def _translate_method(found: Mapping[str, Any], result: Translation) -> None:
     if own:
         settings = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in own.items()).replace('"', "")
         result.notes.append(f"`method.kind: {given}` is {settings}")
+
+
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    """Return the names without an equivalent key: the values that change nothing here, and what to write instead."""
+    return json.loads((Path(__file__).parent / "foreign.json").read_text(encoding="utf-8"))
 
 
 def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:
@@ -159,37 +120,23 @@ def _translate_precision(found: Mapping[str, Any], result: Translation) -> None:
     result.set("train.precision", enabled[0] if enabled else "fp32" if is_off else "auto", *names)
 
 
-def _translate_strategy(found: Mapping[str, Any], result: Translation) -> None:
-    keys = {"eval_strategy": "evaluate", "evaluation_strategy": "evaluate", "save_strategy": "checkpoints"}
-    for name, section in keys.items():
-        if name not in found:
-            continue
-        if found[name] == "steps":  # `eval_steps` and `save_steps` are aliases
-            result.used.add(name)
-        elif found[name] == "no" and section == "evaluate":
-            result.refuse(name, "write `data.held_out: 0`: without held-out rows, nothing is evaluated")
-        else:
-            result.refuse(name, f"write `{section}.every_steps`: a number of steps, or `auto`")
-
-
 def _translate_optimizer(found: Mapping[str, Any], result: Translation) -> None:
     """Translate transformers' names of optimizers. Nothing is paged here: paged states spill to the host unseen."""
-    given = found.get("optim")
+    key = "optim" if "optim" in found else "optimizer"
+    given = found.get(key)
     name = given if isinstance(given, str) else ""
-    if name in _GALORE:
-        result.set("train.optimizer", "galore", "optim")
-        if "8bit" in name:
-            result.set("train.galore_8bit", True, "optim")
-        _translate_galore(found, result)
-    elif name in _ADAMW8BIT:
-        result.set("train.optimizer", "adamw8bit", "optim")
-    elif name in _ADAMW | _PAGED:
-        result.set("train.optimizer", "adamw", "optim")
-    elif "optim" in found:
+    own = table()["optim"]["names"].get(name, name)
+    if own in OPTIMIZERS.names():
+        result.set("train.optimizer", own, key)
+    elif key in found:
         known = ", ".join(f"`{own}`" for own in OPTIMIZERS.names())
-        result.refuse("optim", f"{given!r} is not supported; write `train.optimizer` with one of {known}")
-    if name in _PAGED | _ADAMW8BIT and name.startswith("paged"):
-        result.notes.append(f"`optim: {name}`: the optimizer states stay on the device; nothing is paged")
+        result.refuse(key, f"{given!r} is not supported; write `train.optimizer` with one of {known}")
+    if own == "galore":
+        if "8bit" in name:
+            result.set("train.galore_8bit", True, key)
+        _translate_galore(found, result)
+    if name != own and name.startswith("paged"):
+        result.notes.append(f"`{key}: {name}`: the optimizer states stay on the device; nothing is paged")
 
 
 def _translate_galore(found: Mapping[str, Any], result: Translation) -> None:
@@ -218,10 +165,6 @@ def _translate_choices(found: Mapping[str, Any], result: Translation) -> None:
     for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if found.get(name) is True and not (kind == "int8" and is_4bit):
             result.set("method.quantize", kind, name)
-        elif found.get(name, True) in _HARMLESS_IF:
-            result.used.add(name)
-        elif name in found:
-            result.refuse(name, _QUANTISED)
     adapter = found.get("adapter", found.get("use_peft"))
     name = "adapter" if "adapter" in found else "use_peft"
     if adapter in ("lora", "qlora", True):

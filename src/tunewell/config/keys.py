@@ -1,6 +1,5 @@
 """All config keys by dotted name, with a description of their type, default and allowed values."""
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pydantic.fields import FieldInfo
 from tunewell.config.fields import OneOf, Section
 from tunewell.config.schema import ALIASES, Config
 from tunewell.config.yaml_reader import KeyPath
-from tunewell.core.errors import UserError
+from tunewell.core.errors import UserError, close_names
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Key:
     """Names of the keys directly inside a section; empty for a value."""
     is_section: bool
     """True for a section; False for a value and for `data.sources`, a list of sections."""
+    section: type[Section] | None
 
 
 @cache
@@ -75,10 +75,9 @@ def nearest_keys(name: str) -> list[str]:
     parent, _, last = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in all_keys() if key.rpartition(".")[0] == parent}
     siblings |= {alias: key for alias, key in ALIASES.items() if parent in ("", key.rpartition(".")[0])}
-    close = [siblings[word] for word in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
+    close = [siblings[word] for word in close_names(last, siblings)]
     same_name = [key for key in all_keys() if key.rpartition(".")[2] == last]
-    anywhere = difflib.get_close_matches(name, all_keys(), n=1, cutoff=0.6)
-    return list(dict.fromkeys([*close, *same_name] or anywhere))
+    return list(dict.fromkeys([*close, *same_name] or close_names(name, all_keys())))
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
@@ -95,6 +94,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
             aliases=tuple(alias for alias, key in ALIASES.items() if key == full and alias != name),
             children=tuple(f"{full}.{child}" for child in inner.model_fields) if inner else (),
             is_section=inner is not None and inner is annotation,
+            section=inner,
         )
         if inner:
             yield from _walk(inner, full + ".")

@@ -14,7 +14,17 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from tunewell.config.extensions import METHODS
-from tunewell.config.keys import alias_paths, all_keys, dotted_name, format_key, nearest_keys, parse_key, resolve_alias
+from tunewell.config.fields import Section
+from tunewell.config.keys import (
+    Key,
+    alias_paths,
+    all_keys,
+    dotted_name,
+    format_key,
+    nearest_keys,
+    parse_key,
+    resolve_alias,
+)
 from tunewell.config.schema import ALIASES, Config, as_sources
 from tunewell.config.yaml_reader import (
     MAX_BYTES,
@@ -27,7 +37,7 @@ from tunewell.config.yaml_reader import (
     read_yaml,
 )
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.core.files import is_url, short_path
+from tunewell.core.files import hub_address, is_url, short_path
 from tunewell.core.units import count
 
 # Set values from the command line in the config tree and rebase relative paths.
@@ -86,6 +96,8 @@ def _is_path(name: str, value: str) -> bool:
         return value.endswith((".gguf", ".model")) or Path(value).exists()
     if name in ("template.name", "data.sources.template"):
         return value.endswith(".jinja")
+    if name == "data.sources.path" and is_url(hub_address(value, Path())):
+        return False
     return name in _ALWAYS_PATHS and (name, value) != ("data.held_out", "auto")
 
 
@@ -203,8 +215,8 @@ def load_config(
     draft = _Draft(base=file.parent if file else Path())
     if isinstance(path, Mapping):
         draft.tree, draft.origins = read_mapping(path)
+        _expand(draft)
         _rename_aliases(draft)
-        _expand(draft.tree)
     elif file:
         _read_file(draft, file)
     flags = {"model": model, "data": data, "out": out, "seed": seed}
@@ -226,7 +238,7 @@ def load_config(
     except ValidationError as error:
         raise_problems(_in_file_order([*draft.problems, *_problems(error, draft)], draft))
         raise
-    raise_problems(draft.problems)
+    raise_problems(_in_file_order(draft.problems, draft))
     origins = {format_key(key_path): origin for key_path, origin in draft.origins.items() if key_path}
     return LoadedConfig(config, draft.base, file, origins, tuple(draft.notes))
 
@@ -304,8 +316,12 @@ def _read_file(draft: _Draft, file: Path) -> None:
     draft.problems += document.problems
     draft.tree = cast(dict[str, Any], value or {})
     draft.origins = {key_path: f"{file} line {line}" for key_path, line in document.lines.items()}
+    _expand(draft)
     _rename_aliases(draft)
-    _expand(draft.tree)
+
+
+_NOT_SET = (None, -1)
+"""Values with which other trainers leave a setting to its default, as in `max_steps: -1`."""
 
 
 def _rename_aliases(draft: _Draft) -> None:
@@ -315,6 +331,9 @@ def _rename_aliases(draft: _Draft) -> None:
             ours,
             *(key_path for alias, owner in ALIASES.items() if owner == key for key_path in sorted(alias_paths(alias))),
         ]
+        for alias in [path for path in paths if path != ours]:
+            if _section(draft.tree, alias[:-1]).get(alias[-1], 0) in _NOT_SET:
+                del _section(draft.tree, alias[:-1])[alias[-1]]
         found = [key_path for key_path in dict.fromkeys(paths) if key_path[-1] in _section(draft.tree, key_path[:-1])]
         if len(found) > 1:
             names = " and ".join(f"`{format_key(key_path)}` ({draft.origin(key_path)})" for key_path in found)
@@ -323,7 +342,7 @@ def _rename_aliases(draft: _Draft) -> None:
             value = _section(draft.tree, key_path[:-1]).pop(key_path[-1])
             if key_path == found[0]:
                 set_value(draft.tree, ours, value)
-                draft.origins[ours] = draft.origins[key_path]
+                draft.origins[ours] = draft.origin(key_path)
 
 
 def _translate_foreign(draft: _Draft) -> None:
@@ -365,29 +384,50 @@ def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
     return cast(dict[Any, Any], tree) if isinstance(tree, dict) else {}
 
 
-def _is_short_data(value: object) -> bool:
-    """Return True for `data: rows.jsonl` or a list, the short form of `data: {sources: ...}`."""
-    return isinstance(value, str | list)
+def _meanings(section: type[Section], value: object) -> list[str]:
+    """Return the keys that a value in place of a section can mean: `kind` for `method: lora`."""
+    return [name for name, types in section.single.items() if type(value) in types]
 
 
-def _expand(tree: dict[str, Any]) -> None:
-    """Remove empty sections and expand the short forms of sources, so that `--set` can address their keys."""
-    for name in [key.name for key in all_keys().values() if key.is_section]:
-        *parents, last = name.split(".")
-        group = _section(tree, tuple(parents))
-        if last in group and group[last] is None:
-            del group[last]
-    if _is_short_data(tree.get("data")):
-        tree["data"] = {"sources": tree["data"]}
-    data = _section(tree, ("data",))
+def _not_a_section(key: Key, section: type[Section], value: object, where: str) -> Problem:
+    """Return the problem of a value in place of a section."""
+    if isinstance(value, bool) and section.switch:
+        fix = section.switch
+    elif meanings := _meanings(section, value):
+        fix = f"write {' or '.join(f'`{key.name}: {{{name}: {value}}}`' for name in meanings)}"
+    else:
+        fix = f"its keys are {', '.join(child.rpartition('.')[2] for child in key.children)}"
+    return Problem(f"`{key.name}` is a section, not {_shown(value)}", where, fix)
+
+
+def _expand(draft: _Draft) -> None:
+    """Remove empty sections and expand short forms, so that aliases and `--set` can address the keys of sections.
+
+    A value that cannot stand for a section is removed, and reported once.
+    """
+    for key in all_keys().values():
+        key_path = tuple(key.name.split("."))
+        group = _section(draft.tree, key_path[:-1])
+        if key.section is None or not key.is_section or isinstance(value := group.get(key_path[-1], {}), dict):
+            continue
+        del group[key_path[-1]]
+        if len(meanings := _meanings(key.section, value)) == 1:
+            group[key_path[-1]] = {meanings[0]: value}
+        elif value is not None:
+            draft.problems.append(_not_a_section(key, key.section, value, draft.origin(key_path)))
+    data = _section(draft.tree, ("data",))
     if "sources" in data:
         data["sources"] = as_sources(data["sources"])
+        for source in cast(list[Any], data["sources"]) if isinstance(data["sources"], list) else ():
+            if isinstance(path := _section(source, ()).get("path"), str):
+                source["path"] = hub_address(path, draft.base)
 
 
 def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
     key_path = resolve_alias(parse_key(key))
-    if key_path == ("data",) and _is_short_data(value):
-        key_path = ("data", "sources")
+    owner = all_keys().get(dotted_name(key_path))
+    if owner and owner.is_section and owner.section and len(meanings := _meanings(owner.section, value)) == 1:
+        key_path = (*key_path, meanings[0])
     if key_path == ("data", "sources"):
         value = as_sources(value)
     try:
@@ -396,7 +436,7 @@ def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
         raise UserError(error.what, where=origin, fix=error.fix) from None
     others = {path: text for path, text in draft.origins.items() if path[: len(key_path)] != key_path}
     draft.origins = others | {key_path: origin}
-    _expand(draft.tree)
+    _expand(draft)
 
 
 def _problems(error: ValidationError, draft: _Draft) -> list[Problem]:
@@ -429,7 +469,10 @@ def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
         if dotted_name(key_path) in all_keys():  # the file contains a dotted key
             outer, _, inner = name.rpartition(".")
             return Problem(f"unknown key `{name}`", where, f"write `{inner}` inside `{outer}`")
-        fix = did_you_mean(nearest_keys(dotted_name(key_path)), "`tunewell explain` lists every key")
+        otherwise = "`tunewell explain` lists every key"
+        if {*ALIASES, *Config.model_fields} & {*_section(detail["input"], ())}:
+            otherwise = "move its keys to the top level of the file"
+        fix = did_you_mean(nearest_keys(dotted_name(key_path)), otherwise)
         return Problem(f"unknown key `{name}`", where, fix)
     if detail["type"] == "missing":
         return Problem(f"`{name}` is missing", where, f"set it to {all_keys()[dotted_name(key_path)].takes}")
@@ -437,11 +480,6 @@ def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
         return Problem(f"`{name}` {detail['ctx']['error']}", where)
     value = detail["input"]
     key = all_keys()[dotted_name(key_path)]
-    if name == "packing" and isinstance(value, bool):
-        return Problem("documents are always packed; `packing` is a section", where, "remove the line")
-    if key.children and not isinstance(value, dict | list):
-        inside = ", ".join(child.rpartition(".")[2] for child in key.children)
-        return Problem(f"`{name}` is a section, not {_shown(value)}", where, f"its keys are {inside}")
     is_quoted_number = isinstance(value, str) and isinstance(parse_scalar(value), int | float)
     return Problem(
         f"`{name}` must be {key.takes}, not {_shown(value)}", where, "remove the quotes" if is_quoted_number else None

@@ -39,6 +39,8 @@ class Storage(Section):
 class Evaluate(Section):
     """Evaluation on held-out rows during training."""
 
+    single = {"every_steps": (int,), "max_documents": (int,)}  # noqa: RUF012
+    switch = "leave it out: held-out rows are always evaluated; with `data.held_out: 0`, there are none"
     every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Steps between two evaluations. `auto`: ten evaluations per run. The last step is always evaluated."""
     max_documents: Annotated[Int, Field(ge=1)] | None = 200
@@ -54,6 +56,8 @@ class Evaluate(Section):
 class Checkpoints(Section):
     """Checkpoints: how often they are saved, and how many are kept."""
 
+    single = {"every_steps": (int,), "keep": (int,)}  # noqa: RUF012
+    switch = "leave it out: checkpoints are always written"
     every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Steps between two checkpoints. `auto`: at every evaluation, and at least every 10 steps."""
     keep: Annotated[Int, Field(ge=1)] = 2
@@ -63,6 +67,7 @@ class Checkpoints(Section):
 class Healing(Section):
     """Automatic recovery: what happens when a run fails or diverges, and how often."""
 
+    single = {"on": (bool,)}  # noqa: RUF012
     on: Bool = True
     """Recover automatically. `false`: problems are only logged and shown, but updates with NaN or infinity are still
     skipped."""
@@ -113,6 +118,8 @@ class PlanRules(Section):
 class Export(Section):
     """Export: which files are written from a trained model."""
 
+    single = {"to": (list,)}  # noqa: RUF012
+    switch = "leave it out: `export.to` names what `train` exports at its end"
     to: tuple[Annotated[str, OneOf(EXPORT_TARGETS)], ...] = Field(
         default=(),
         description=f"Export targets. {OneOf(EXPORT_TARGETS).doc()} `train` checks before its first step that the "
@@ -130,6 +137,7 @@ class Export(Section):
 class VerdictRules(Section):
     """Rules of the verdict: how the trained model is tested, and what it must reach to pass."""
 
+    single = {"after_training": (bool,)}  # noqa: RUF012
     after_training: Bool = True
     """Test the model and write the report at the end of `train`."""
     questions: Annotated[Int, Field(ge=0)] = 100

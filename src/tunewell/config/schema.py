@@ -27,9 +27,10 @@ _OTHER_NAMES = {
     "train.adam_beta1": "adam_beta1",
     "train.adam_beta2": "adam_beta2",
     "train.adam_epsilon": "adam_epsilon",
-    "train.epochs": "num_train_epochs num_epochs",
-    "method.rank": "r lora_r lora_rank",
-    "method.alpha": "lora_alpha",
+    "train.epochs": "epochs num_train_epochs num_epochs",
+    "method.rank": "r rank lora_r lora_rank",
+    "method.alpha": "alpha lora_alpha",
+    "data.held_out": "val_set_size val_size",
     "model": "base_model model_name_or_path model_name",
     "method.dropout": "lora_dropout",
     "method.targets": "target_modules lora_target_modules",
@@ -72,7 +73,8 @@ class SourceConfig(Section):
 
     path: Text
     """A file, a folder or a glob, relative to the config file; an address (`s3://`, `r2://`, `https://`); or a dataset
-    of the hub (`hf://datasets/ORG/NAME@REVISION`). As a plain string it may end in a limit: `rows.jsonl#500`."""
+    of the hub (`hf://datasets/ORG/NAME@REVISION`, or `ORG/NAME` where no folder `ORG` exists). As a plain string it may
+    end in a limit: `rows.jsonl#500`."""
     format: Annotated[str, OneOf(FORMATS)] = Field(
         default="auto", description=f"Format of the rows. {OneOf(FORMATS).doc()} The detected format is printed."
     )
@@ -204,6 +206,7 @@ class Clean(Section):
 class Data(Section):
     """The rows: sources, held-out rows, cleaning. One path or a list of paths is short for `{sources: ...}`."""
 
+    single = {"sources": (str, list)}  # noqa: RUF012
     sources: tuple[SourceConfig, ...] = ()
     """Sources of rows: one path, a list of paths, or a list of sections with the keys below."""
     held_out: Annotated[Float, Field(ge=0, lt=0.5)] | Auto | Text = "auto"
@@ -252,6 +255,7 @@ class Data(Section):
 class Template(Section):
     """Chat template and loss mask: how a conversation becomes text, and which tokens are supervised."""
 
+    single = {"name": (str,)}  # noqa: RUF012
     name: Text = "auto"
     """Chat template. `auto`: the template of the model; or a built-in name (`chatml`, `llama3`, ...), or a `.jinja`
     file."""
@@ -280,6 +284,8 @@ class Template(Section):
 class Packing(Section):
     """Packing: how documents are combined into sequences of equal length."""
 
+    single = {"context_length": (int,)}  # noqa: RUF012
+    switch = "leave it out: documents are always packed, and never attend to each other"
     context_length: Annotated[Int, Field(ge=2, le=1 << 24)] | Auto = "auto"
     """Tokens per packed sequence. `auto`: the length of the longest document, rounded up to a multiple of 128, at least
     1,024 and at most the model's limit."""
@@ -293,6 +299,7 @@ class Packing(Section):
 class MethodSettings(Section):
     """Training method: which parameters are trained."""
 
+    single = {"kind": (str,)}  # noqa: RUF012
     kind: MethodName = Field(default="lora", description=OneOf(METHODS).doc())
     rank: Annotated[Int, Field(ge=1, le=4096)] = 16
     """LoRA rank. A higher rank can store more and needs more memory."""
@@ -333,6 +340,7 @@ Recompute = Annotated[Literal["off", "on", "offload"], BeforeValidator(_recomput
 class Train(Section):
     """How long and how fast to train, and how each step is split."""
 
+    single = {"epochs": (int, float), "max_steps": (int,)}  # noqa: RUF012
     epochs: Annotated[Float, Field(gt=0, le=10_000)] = 3.0
     """Number of passes over the training documents. `max_steps` takes precedence."""
     max_steps: Annotated[Int, Field(ge=1)] | None = None

@@ -22,7 +22,7 @@ MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
 """Maximum number of values in one file after aliases are expanded: a few nested aliases can expand to billions."""
-_NUM_SHOWN = 5
+_NUM_SHOWN = 200
 
 _INT = re.compile(r"[-+]?\d+|0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?", re.ASCII)
@@ -39,6 +39,7 @@ _SYNTAX_FIXES = {
     "\\t": "indent with spaces, not with tabs",
     "mapping values are not allowed": "put quotes around text that contains `: `, and check the indentation",
     "escape": "in double quotes a backslash starts an escape; use single quotes around Windows paths",
+    "expected ',' or '}'": "put commas between the entries; a comment begins with `#`, not with `//`",
     "another document": "write one config per file",
     "values once": "write the values out",
 }
@@ -55,7 +56,7 @@ class Problem:
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raise one UserError with the first 5 problems and the number of the others; return if `problems` is empty."""
+    """Raise one UserError with the problems, up to 200 of them; return if `problems` is empty."""
     if not problems:
         return
     if len(problems) == 1:

@@ -1,5 +1,6 @@
 """Errors that the user can correct."""
 
+import difflib
 from collections.abc import Iterable
 
 from tunewell.core.redact import redact
@@ -25,6 +26,19 @@ class UserError(Exception):
 
 class SharedError(UserError):
     """Raised on every rank of a distributed run; printed once per host."""
+
+
+_MIN_SIMILARITY = 0.8
+"""Similarity (difflib's ratio) of two names that differ by a slip: one letter in five is missing, added or swapped."""
+_MIN_LETTERS = 3
+"""Letters of an abbreviation that stands for one name only: `eval` for `evaluate`."""
+
+
+def close_names(name: str, known: Iterable[str], n: int = 1) -> list[str]:
+    """Return the known names that a misspelled or abbreviated name stands for, best first; none if it is a guess."""
+    names = list(known)
+    longer = [other for other in names if other.startswith(name) and len(name) >= _MIN_LETTERS]
+    return difflib.get_close_matches(name, names, n, _MIN_SIMILARITY) or (longer if len(longer) == 1 else [])
 
 
 def did_you_mean(guesses: Iterable[str], otherwise: str) -> str:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -29,6 +30,19 @@ _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 def is_url(path: str) -> bool:
     """Return True for `scheme://...`. A URL must never be joined, normalised or made relative like a path."""
     return "://" in path
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.[A-Za-z]\w*$)[\w.-]+")
+"""The shape of `NAMESPACE/NAME`, without a file extension."""
+
+
+def hub_address(path: str, base: Path) -> str:
+    """Return `hf://datasets/NAMESPACE/NAME` for a hub id that cannot be a path; return any other path unchanged.
+
+    It can be a path if the folder exists, or if the name has a file extension.
+    """
+    is_id = HUB_ID.fullmatch(path) is not None and not (base / path).parent.exists()
+    return f"hf://datasets/{path}" if is_id else path
 
 
 def short_path(path: Path) -> Path:

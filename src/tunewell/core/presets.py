@@ -1,10 +1,9 @@
 """Presets: new Llama models with random weights in a few sizes, for the vocabulary of any tokenizer."""
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from tunewell.core.errors import UserError
+from tunewell.core.errors import UserError, close_names
 
 PREFIX = "preset:"
 
@@ -40,7 +39,7 @@ def find_preset(model: str) -> Preset:
     name = model.removeprefix(PREFIX)
     if name in PRESETS:
         return PRESETS[name]
-    closest = get_close_matches(name, PRESETS, n=1)
+    closest = close_names(name, PRESETS)
     known = ", ".join(f"`{PREFIX}{known}`" for known in PRESETS)
     hint = f"did you mean `{PREFIX}{closest[0]}`? There are {known}" if closest else f"choose one of {known}"
     raise UserError(f"there is no preset `{name}`", fix=hint)

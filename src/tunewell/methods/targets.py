@@ -1,13 +1,12 @@
 """Select the layers that an adapter trains (`method.targets`, `method.layers`, `method.modules_to_save`)."""
 
-import difflib
 from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from tunewell.config.schema import MethodSettings
-from tunewell.core.errors import UserError
+from tunewell.core.errors import UserError, close_names
 from tunewell.methods.peft_format import (
     Selection,
     is_named,
@@ -142,7 +141,7 @@ def _match(paths: Iterable[str], names: Iterable[str], kind: str) -> tuple[str, 
     known = list(paths)
     for name in names:
         if not any(is_named(path, name) for path in known):
-            close = difflib.get_close_matches(name, last_names(known), n=1)
+            close = close_names(name, last_names(known))
             hint = f"did you mean `{close[0]}`? " if close else ""
             raise UserError(
                 f"the model has no {kind} `{name}`", fix=f"{hint}the model has: {', '.join(last_names(known)[:20])}"

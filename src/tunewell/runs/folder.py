@@ -4,13 +4,12 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tunewell.config.load import LoadedConfig
-from tunewell.core.errors import UserError
+from tunewell.core.errors import UserError, close_names
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
@@ -143,7 +142,7 @@ def require_known_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
     names = sorted(CHANGE_NAMES | set(_MEASURED))
     for name in allowed:
         if name not in names:
-            close = get_close_matches(name, names, n=1)
+            close = close_names(name, names)
             guess = f"did you mean `{close[0]}`? " if close else ""
             raise UserError(
                 f"`{name}` cannot be changed when a run is resumed",

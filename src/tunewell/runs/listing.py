@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from tunewell.core.errors import UserError, did_you_mean
+from tunewell.core.errors import UserError, close_names, did_you_mean
 from tunewell.core.files import running_owner
 from tunewell.records.events import as_number
 from tunewell.records.plan import PLAN
@@ -151,10 +151,8 @@ def list_runs(
 def require_column(name: str, option: str) -> None:
     """Raise UserError if there is no such column."""
     if name not in COLUMNS:
-        from difflib import get_close_matches
-
-        close = get_close_matches(name, COLUMNS, n=1)
-        raise UserError(f"there is no column `{name}`", where=option, fix=did_you_mean(close, ", ".join(COLUMNS)))
+        fix = did_you_mean(close_names(name, COLUMNS), ", ".join(COLUMNS))
+        raise UserError(f"there is no column `{name}`", where=option, fix=fix)
 
 
 def _parse_filter(text: str) -> tuple[str, str]:

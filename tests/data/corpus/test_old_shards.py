@@ -10,7 +10,11 @@ from tokenizers import Tokenizer
 
 from corpora import prepare_in, row, write_rows
 from tunewell import open_corpus
+from tunewell.cli.screens.corpus import corpus_rows
+from tunewell.config.glossary import find_entry
+from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
+from tunewell.workflows.prepare import prepare
 
 LENGTH = 512
 ROWS = [row(number) for number in range(60)]
@@ -162,3 +166,182 @@ def test_the_first_loss_is_that_of_the_rows(model, tmp_path):
     assert losses["v3"][0] == pytest.approx(losses["rows"][0], abs=1e-6)
     assert losses["v2"][0] == pytest.approx(losses["rows"][0], abs=1e-6)
     assert len(losses["v3"]) == 2 and losses["v3"][1] < losses["v3"][0]
+
+
+@pytest.fixture(scope="module")
+def spaces(tmp_path_factory) -> tuple[Path, Path]:
+    """Return SentencePiece models whose normaliser turns line ends into spaces, with and without ChatML's markers."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("spm")
+    sentences = [text.replace("\n", " ") for entry in ROWS for text in (entry["question"], entry["answer"])]
+    sentences += ["<|im_start|> user assistant system <|im_end|>"] * 9
+    (folder / "text.txt").write_text("\n".join(sentences * 5))
+    sizes = {
+        "vocab_size": 200,
+        "model_type": "bpe",
+        "hard_vocab_limit": False,
+        "minloglevel": 9,
+        "character_coverage": 1.0,
+    }
+    found = []
+    for name, symbols in (("symbols", ["<|im_start|>", "<|im_end|>"]), ("pieces", [])):
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(folder / "text.txt"), model_prefix=str(folder / name), user_defined_symbols=symbols, **sizes
+        )
+        found.append(folder / f"{name}.model")
+    return found[0], found[1]
+
+
+def pack_pieces(folder: Path, model: Path, *, manifest: dict | None, is_all_ones: bool = False, columns=()) -> Path:
+    """Pack conversations as SentencePiece itself encodes them; line ends become spaces."""
+    import sentencepiece
+
+    encoder = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    packed, ids = [], []
+    for entry in [*ROWS, None]:
+        own = [*encoder.encode(conversation(entry)), encoder.eos_id()] if entry else []
+        if len(ids) + len(own) > LENGTH or entry is None:
+            rest = LENGTH - len(ids)
+            mask = [1] * LENGTH if is_all_ones else [1] * len(ids) + [0] * rest
+            whole = {"input_ids": ids + [0] * rest, "attention_mask": mask, "labels": ids + [-100] * rest}
+            packed.append({name: value for name, value in whole.items() if name not in columns})
+            ids = []
+        ids = ids + own
+    write_rows(folder / "train" / "shard_00000.jsonl", packed[:-1])
+    write_rows(folder / "val" / "shard_00000.jsonl", packed[-1:])
+    if manifest is not None:
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+V3 = {"format_version": "3.0", "packing_metadata": {"enabled": True}}
+
+
+def prepare_pieces(folder: Path, data: Path, tokenizer: Path, *sets: str):
+    loaded = load_config(
+        {},
+        [f"tokenizer={tokenizer}", f"corpus={folder / 'corpus'}", HELD_OUT, *sets],
+        model="preset:tiny-1m",
+        data=str(data),
+    )
+    return prepare(loaded)
+
+
+def supervised_text(corpus: Path, tokenizer: Path) -> list[str]:
+    import sentencepiece
+
+    decoder = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    return [
+        decoder.decode([number for number in document.labels if number != -100]) for document in open_corpus(corpus)
+    ]
+
+
+def replies(encoder_path: Path, number: int) -> list[str]:
+    import sentencepiece
+
+    encoder = sentencepiece.SentencePieceProcessor(model_file=str(encoder_path))
+    return [encoder.decode(encoder.encode(f"{entry['answer']}<|im_end|>")) for entry in ROWS[:number]]
+
+
+@pytest.mark.parametrize("sets", [["template.name=chatml"], []])
+def test_line_ends_that_became_spaces_are_understood(sets, spaces, tmp_path):
+    """SentencePiece's usual normaliser writes spaces; the rows were "rendered by an unknown chat template"."""
+    symbols, _ = spaces
+    data = pack_pieces(tmp_path / "shards", symbols, manifest=V3)
+    result = prepare_pieces(tmp_path, data, symbols, *sets)
+    found = supervised_text(result.corpus, symbols)
+    assert found == replies(symbols, len(found)) and len(found) > 30
+    assert result.manifest.notes.get("masked_by_marker", 0) == (0 if sets else len(found))
+    [remark] = [remark for remark in result.manifest.remarks if "validation split" in remark]
+    assert remark.startswith("1 shard ") and "shard_00000.jsonl" in remark
+
+
+@pytest.mark.parametrize(
+    ("sets", "note"), [([], "masked_by_marker"), (["data.sources[0].format=text"], "trained_as_a_whole")]
+)
+def test_markers_in_pieces_are_found_in_the_text(sets, note, spaces, tmp_path):
+    """A tokenizer without the markers splits them; the mask is assumed, and screen, manifest and card say so."""
+    _, pieces = spaces
+    data = pack_pieces(tmp_path / "shards", pieces, manifest=V3)
+    result = prepare_pieces(tmp_path, data, pieces, *sets)
+    found = supervised_text(result.corpus, pieces)
+    assert result.manifest.notes[note] == len(found) > 30
+    assert note.replace("_", " ") in (result.corpus / "README.md").read_text()
+    assert any("conversations without a mask" in row[2] for row in corpus_rows(result.manifest, folder=None))
+    if not sets:
+        assert found == replies(pieces, len(found))
+    else:
+        assert all("assistant" in text for text in found)
+
+
+def test_added_markers_replace_those_in_pieces(spaces, tmp_path):
+    """With `add_missing_tokens` the ids differ by the markers, and the shards are still those of the tokenizer."""
+    _, pieces = spaces
+    data = pack_pieces(tmp_path / "shards", pieces, manifest=V3)
+    sets = ["template.name=chatml", "template.add_missing_tokens=true"]
+    result = prepare_pieces(tmp_path, data, pieces, *sets)
+    assert result.manifest.notes["converted_from_shards"] > 30 and not result.manifest.dropped
+
+
+@pytest.mark.parametrize(
+    ("part", "manifest", "is_assumed"),
+    [
+        ("train", V3, False),
+        ("train/shard_00000.jsonl", V3, False),
+        ("train/*.jsonl", V3, False),
+        ("", None, True),
+        ("", {"format_version": "4.0"}, True),
+        ("", {"num_shards": 1}, True),
+    ],
+)
+def test_packed_rows_are_recognised_by_their_columns(part, manifest, is_assumed, spaces, tmp_path):
+    """A shard, a folder below the manifest, no manifest or another version ended in advice about column names."""
+    symbols, _ = spaces
+    data = pack_pieces(tmp_path / "shards", symbols, manifest=manifest)
+    result = prepare_pieces(tmp_path, data / part, symbols, "template.name=chatml")
+    found = supervised_text(result.corpus, symbols)
+    assert found == replies(symbols, len(found)) and len(found) > 30
+    assert ("shards_without_manifest" in result.manifest.notes) == is_assumed
+
+
+@pytest.mark.parametrize("given", [{"is_all_ones": True}, {"columns": ("attention_mask",)}, {"columns": ("labels",)}])
+def test_padding_and_missing_columns_are_found(given, spaces, tmp_path):
+    """An attention mask of ones, or none at all, made padding part of the last conversation."""
+    symbols, _ = spaces
+    data = pack_pieces(tmp_path / "shards", symbols, manifest=V3, **given)
+    result = prepare_pieces(tmp_path, data, symbols, "template.name=chatml")
+    found = supervised_text(result.corpus, symbols)
+    assert found == replies(symbols, len(found)) and len(found) > 30
+
+
+def test_the_shards_of_the_validation_split_can_be_held_out(spaces, tmp_path):
+    symbols, _ = spaces
+    data = pack_pieces(tmp_path / "shards", symbols, manifest=V3)
+    result = prepare_pieces(tmp_path, data, symbols, "template.name=chatml", f"data.held_out={data / 'val'}")
+    assert result.manifest.documents + result.manifest.held_out == len(ROWS)
+
+
+def test_every_note_of_shards_is_in_the_glossary():
+    """The screen advised `tunewell glossary 'converted from shards'`, which had no such entry."""
+    notes = (
+        "converted_from_shards",
+        "masks_as_stored",
+        "masked_by_marker",
+        "trained_as_a_whole",
+        "shards_without_manifest",
+    )
+    assert all(len(find_entry(note)[1]) > 20 for note in notes)
+
+
+def test_the_missing_end_token_is_named_with_what_helps(spaces, tmp_path):
+    """The id in the manifest is enough; without it, the message names the tokenizer and the key."""
+    symbols, _ = spaces
+    data = pack_pieces(tmp_path / "shards", symbols, manifest={"format_version": "3.0"})
+    shard = data / "train" / "shard_00000.jsonl"
+    shard.write_text(shard.read_text().replace(" 2,", " 1,"))
+    with pytest.raises(UserError, match="cannot be told apart") as caught:
+        prepare_pieces(tmp_path, shard, symbols, "template.name=chatml")
+    assert "`tokenizer`" in str(caught.value.fix) and '"eos_token_id": 2' in str(caught.value.fix)
+    (data / "manifest.json").write_text(json.dumps({"format_version": "3.0", "eos_token_id": 1}))
+    assert prepare_pieces(tmp_path, shard, symbols, "template.name=chatml").manifest.documents > 30

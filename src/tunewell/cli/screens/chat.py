@@ -1,6 +1,5 @@
 """The interactive chat of `tunewell chat`: slash commands, streamed answers on stdout, everything else on stderr."""
 
-import difflib
 import re
 import signal
 import sys
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunewell.cli.render import cell_width, console, emit_error, folded_table, hanging, is_interactive, one_line, width
 from tunewell.cli.screens.numbers import format_speed
-from tunewell.core.errors import UserError, did_you_mean
+from tunewell.core.errors import UserError, close_names, did_you_mean
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def run_command(chat: "Chat", name: str, rest: str) -> str:
         case "/help":
             rows = [(f"{command} {takes}".rstrip(), meaning) for command, (takes, meaning) in COMMANDS.items()]
             return folded_table([*rows, ("a line that ends with \\", "continues on the next line")])
-    close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    close = close_names(name, COMMANDS)
     raise UserError(f"there is no command `{name}`", fix=did_you_mean(close, "`/help` lists the commands"))
 
 

@@ -1,17 +1,26 @@
-"""Shards of earlier pipelines as sources: a folder with a manifest of version 2.0 or 3.0.
+"""Shards of earlier pipelines as sources: a folder with a manifest of version 2.0 or 3.0, or packed rows anywhere.
 
 2.0   rows of conversations or text in JSONL shards: read like any rows
 3.0   packed rows with `input_ids`, `attention_mask` and `labels`: conversations joined by an end token, then padding
 
-A packed row is divided into its conversations. If its labels already leave out some tokens, ids and labels are used as
-they are. If every token is supervised, the mask is repaired: the text is decoded, its roles are found, and it is masked
-as a row of text would be. Text without roles is refused. The ids of the first documents are decoded and encoded again,
-and must be the same: otherwise the shards belong to another tokenizer.
+Packed rows are recognised by their columns, also in a single shard, in a folder below the manifest, without a manifest
+and with another version. A packed row is divided into its conversations. Its mask is, in this order:
+
+- its labels, if they leave out some tokens
+- that of the same conversation as a row of text, if the template of the config renders the decoded text
+- the replies after a marker like `<|im_start|>assistant`, if no template renders the text
+- everything, with `format: text` on the source; otherwise text without roles is refused
+
+The ids of the first documents are decoded and encoded again, and must be the same: otherwise the shards belong to
+another tokenizer.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,19 +31,34 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.data.corpus.prepared import PreparedBlock
 from tunewell.data.corpus.tokenized_block import RowPipeline, TokenizedBlock, join_tokens, render_block
+from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, detect_format, is_url
 from tunewell.data.sources.blocks import Block, ReadOptions, read_parsed
 from tunewell.data.sources.local import LocalFile
 
 _MANIFEST = "manifest.json"
 _ROWS, _PACKED = "2.0", "3.0"
-_COLUMNS = frozenset({"input_ids", "attention_mask", "labels"})
+_IDS, _OTHER_COLUMNS = "input_ids", ("attention_mask", "labels")
+_PACKED_FILES = ("jsonl", "parquet", "arrow")
 _HELD_OUT = ("val", "valid", "validation", "eval", "test", "dev")
 _BLOCK_DOCUMENTS = 1024
 _NUM_COMPARED = 256
 """Documents whose ids are compared with those of the tokenizer."""
 _MIN_SAME = 0.9
 """Share of compared documents that must have the same ids. A few may differ where a reply starts."""
+_REPLY = re.compile(
+    r"(?:<\|im_start\|>\s*assistant|<\|start_header_id\|>\s*assistant\s*<\|end_header_id\|>|<start_of_turn>\s*model"
+    r"|<\|assistant\|>)\s*(.*?(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|</s>|\Z))",
+    re.DOTALL,
+)
+"""A reply and its end marker, after the marker that begins it."""
+_LINE_ENDS = (
+    (re.compile(r"(<\|im_start\|>|<start_of_turn>)\s*(\w+)\s+"), r"\1\2\n"),
+    (re.compile(r"(<\|im_end\|>|<end_of_turn>)\s*"), r"\1\n"),
+    (re.compile(r"(<\|end_header_id\|>)\s*"), r"\1\n\n"),
+)
+"""Where templates write line ends, which many SentencePiece normalisers turn into spaces."""
 _END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 
 
@@ -45,6 +69,8 @@ class PackedShard:
     file: SourceFile
     end_id: int | None
     """The token between conversations, if the manifest names it."""
+    is_assumed: bool = False
+    """True if no manifest says that these are packed rows."""
 
     @property
     def name(self) -> str:
@@ -94,15 +120,19 @@ class _Unpacker:
     num_compared: int = 0
     num_same: int = 0
     num_rows: int = 0
+    is_rendered: bool | None = None
+    """Whether the template of the config renders the first document."""
 
     def split(self, row: Any) -> Iterator[_Packed]:
         """Yield the conversations of a packed row, without padding and end tokens."""
         self.num_rows += 1
-        if not isinstance(row, dict) or not cast(dict[str, Any], row).keys() >= _COLUMNS:
-            raise self._lies(f"row {self.num_rows} has no {', '.join(sorted(_COLUMNS))}")
+        if not _is_packed(row):
+            raise self._lies(f"row {self.num_rows} has no `{_IDS}`")
         try:
-            ids, mask, labels = (
-                np.asarray(row[name], dtype=np.int64) for name in ("input_ids", "attention_mask", "labels")
+            ids = np.asarray(row[_IDS], dtype=np.int64)
+            mask, labels = (
+                np.asarray(default if row.get(name) is None else row[name], dtype=np.int64)
+                for name, default in zip(_OTHER_COLUMNS, (np.ones_like(ids), ids), strict=True)
             )
         except (ValueError, TypeError):
             raise self._lies(f"the ids of row {self.num_rows} are not numbers") from None
@@ -116,7 +146,7 @@ class _Unpacker:
             raise self._lies(f"row {self.num_rows} has labels that are neither its ids nor -100")
         ends = np.flatnonzero(np.isin(ids, self._end_ids(ids)))
         for start, end in zip([0, *(ends + 1)], [*ends, len(ids)], strict=True):
-            if end > start:
+            if len(np.unique(ids[start:end])) > 1:  # a run of one id is padding that the attention mask includes
                 yield _Packed(ids[start:end], labels[start:end])
 
     def _end_ids(self, ids: npt.NDArray[np.int64]) -> tuple[int, ...]:
@@ -134,31 +164,75 @@ class _Unpacker:
             raise UserError(
                 f"`{self.shard.name}`: the conversations in a packed row cannot be told apart",
                 where=f"no end token ({', '.join(dict.fromkeys(names[:3]))}) stands between them",
-                fix="use the rows from which the shards were made",
+                fix="set `tokenizer` to the tokenizer of the shards; or write the id of the end token into their "
+                '`manifest.json`, like `"eos_token_id": 2`; or use the rows from which they were made',
             )
         self.end_ids = (found[0],)
         return self.end_ids
 
     def convert(self, documents: Sequence[_Packed], number: int) -> PreparedBlock:
         """Return documents as a block; repair the masks of those in which every token is supervised."""
-        is_masked = [bool((document.labels[1:] == -100).any()) for document in documents]
+        is_masked = not any(map(_has_all, documents))
         texts = [self._decode(document.ids) for document in documents]
         numbers = list(range(number - len(documents) + 1, number + 1))
-        block = Block(numbers, [{"text": text} for text in texts], digest="", num_bytes=0)
-        rendered = render_block(block, self.pipeline)
-        plain = rendered.formats.get("text", 0)
-        if plain and not all(is_masked):
-            raise UserError(
-                f"`{self.shard.name}`: every token is supervised, and {plain} conversations have no roles",
-                where=f"the first text begins {texts[0][:60]!r}",
-                fix="set `template` to the chat template of the shards; or use the rows from which they were made",
-            )
-        tokens = join_tokens(rendered, self.pipeline.encoder.encode(rendered.layouts))
-        self._compare(tokens, documents)
-        tokens.notes["converted_from_shards"] = len(tokens.lengths)
-        if all(is_masked) and not tokens.status.any():
-            tokens = _as_stored(tokens, documents)
-        return PreparedBlock(numbers, tokens, np.zeros(len(tokens.lengths), dtype=bool))
+        if self.is_rendered is None:
+            self.is_rendered = self._renders(texts[0])
+        pipeline, note = self.pipeline, "masks_as_stored"
+        if not self.is_rendered:
+            pipeline, note = replace(pipeline, converter=Converter(format_name="text")), self._mask(documents, texts)
+        block = Block(numbers, [{"text": _with_line_ends(text)} for text in texts], digest="", num_bytes=0)
+        rendered = render_block(block, pipeline)
+        if self.is_rendered and (plain := rendered.formats.get("text", 0)) and not is_masked:
+            raise self._no_roles(plain, texts)
+        tokens = join_tokens(rendered, pipeline.encoder.encode(rendered.layouts))
+        kept = [document for document, status in zip(documents, tokens.status, strict=True) if status == 0]
+        # Markers that were added to the tokenizer have ids that the shards do not have.
+        if self.is_rendered and not pipeline.encoder.tokenizer.added_by_us:
+            self._compare(np.split(tokens.tokens, np.cumsum(tokens.lengths)[:-1]), kept)
+        if is_masked or not self.is_rendered:
+            tokens = _as_stored(tokens, kept)
+            tokens.notes = {note: len(kept)}
+        tokens.notes["converted_from_shards"] = len(kept)
+        if self.shard.is_assumed:
+            tokens.notes["shards_without_manifest"] = len(kept)
+        return PreparedBlock(numbers, tokens, np.zeros(len(kept), dtype=bool))
+
+    def _renders(self, text: str) -> bool:
+        """Return True if the template of the config renders a text that a template has rendered."""
+        if self.pipeline.masker is None or self.pipeline.converter.keeps_text:
+            return False
+        with suppress(UserError, Rejected):
+            return self.pipeline.rendered_text_parser().parse(_with_line_ends(text), self.shard.name) is not None
+        return False
+
+    def _mask(self, documents: Sequence[_Packed], texts: Sequence[str]) -> str:
+        """Mask the documents without a mask by their markers, or not at all with `format: text`; return the note."""
+        backend = self.pipeline.encoder.tokenizer.backend
+        self._compare((np.asarray(backend.encode(text, add_special_tokens=False).ids) for text in texts), documents)
+        found = [document for document in documents if _has_all(document)]
+        if not found or self.pipeline.converter.keeps_text:
+            return "trained_as_a_whole" if found else "masks_as_stored"
+        num_plain = 0
+        for document in found:
+            ids = document.ids
+            spans = [match.span(1) for match in _REPLY.finditer(self._decode(ids))]
+            num_plain += not spans
+            document.labels = np.full_like(ids, -100)
+            for start, end in spans:
+                first = bisect_right(range(len(ids)), start, key=lambda n: len(self._decode(ids[:n]))) - 1
+                last = bisect_left(range(len(ids)), end, key=lambda n: len(self._decode(ids[:n])))
+                document.labels[first:last] = ids[first:last]
+        if num_plain:
+            raise self._no_roles(num_plain, texts)
+        return "masked_by_marker"
+
+    def _no_roles(self, number: int, texts: Sequence[str]) -> UserError:
+        return UserError(
+            f"`{self.shard.name}`: every token is supervised, and {number} conversations have no roles",
+            where=f"the first text begins {texts[0][:60]!r}",
+            fix="set `template` to the chat template of the shards; or set `format: text` on the source to train on "
+            "every token; or use the rows from which they were made",
+        )
 
     def _decode(self, ids: npt.NDArray[np.int64]) -> str:
         tokenizer = self.pipeline.encoder.tokenizer
@@ -167,13 +241,11 @@ class _Unpacker:
             ids = ids[1:]
         return tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)
 
-    def _compare(self, tokens: TokenizedBlock, documents: Sequence[_Packed]) -> None:
+    def _compare(self, own: Iterable[npt.NDArray[Any]], documents: Sequence[_Packed]) -> None:
         """Raise UserError if the ids of the first documents differ from those of the tokenizer."""
         if self.num_compared >= _NUM_COMPARED:
             return
-        own = np.split(tokens.tokens, np.cumsum(tokens.lengths)[:-1])
-        kept = [document for document, status in zip(documents, tokens.status, strict=True) if status == 0]
-        for ids, document in zip(own, kept, strict=False):
+        for ids, document in zip(own, documents, strict=False):
             self.num_compared += 1
             self.num_same += _same_ids(ids, document.ids)
         if self.num_compared and self.num_same < _MIN_SAME * self.num_compared:
@@ -191,6 +263,22 @@ class _Unpacker:
         return _wrong_manifest(self.shard.name, f"it says 3.0, but {what}")
 
 
+def _has_all(document: _Packed) -> bool:
+    """Return True if every token is supervised."""
+    return not (document.labels[1:] == -100).any()
+
+
+def _with_line_ends(text: str) -> str:
+    """Write the line ends of a chat template again into a text without any."""
+    for pattern, line_end in _LINE_ENDS if "\n" not in text else ():
+        text = pattern.sub(line_end, text)
+    return text
+
+
+def _is_packed(row: object) -> bool:
+    return isinstance(row, dict) and _IDS in row
+
+
 def _same_ids(ids: npt.NDArray[Any], stored: npt.NDArray[np.int64]) -> bool:
     """Return True if the ids are equal, or the stored ones lack or add the white space at the end, or a BOS token."""
     short, long = sorted((ids.astype(np.int64), stored), key=len)
@@ -202,37 +290,53 @@ def _as_stored(tokens: TokenizedBlock, documents: Sequence[_Packed]) -> Tokenize
     """Return a block with the ids and masks of the shard; the digests of the conversations stay."""
     ids = [document.ids for document in documents]
     tokens.lengths = np.asarray([len(own) for own in ids], dtype=np.int64)
-    tokens.tokens = np.concatenate(ids).astype(np.uint32)
-    tokens.supervised = np.concatenate([document.labels for document in documents]) != -100
+    tokens.tokens = np.concatenate([*ids, np.zeros(0)]).astype(np.uint32)
+    tokens.supervised = np.concatenate([*(document.labels for document in documents), np.zeros(0)]) != -100
     tokens.boundary = np.zeros(len(ids), dtype=np.int64)
     return tokens
 
 
 def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
-    """Return the training shards of a folder with an old manifest, checked against it; None for other folders."""
-    folder = None if is_url(path) else base / Path(path).expanduser()
-    if folder is None or not (folder / _MANIFEST).is_file():
+    """Return the training shards of a path: with an old manifest, checked against it, or packed rows; None for others.
+
+    Shards of a validation split are left out, unless the path has no others.
+    """
+    if is_url(path):
         return None
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        version = str(manifest["format_version"])
-    except (OSError, ValueError, KeyError, TypeError):
+    full = base / Path(path).expanduser()
+    manifest = _manifest_of(full)
+    version = str(manifest.get("format_version"))
+    is_listed = version in (_ROWS, _PACKED) and (full / _MANIFEST).is_file()
+    if "format" in manifest:  # a corpus of tunewell
         return None
-    if version not in (_ROWS, _PACKED) or "format" in manifest:
+    files = LocalFile.find(path, base=base, options=SourceOptions())
+    shards = [file for file in files if not (full.is_dir() and _is_held_out(file.path.relative_to(full)))] or files
+    found = [
+        SourceFile(shard, shard.name, str(kind), by) for shard in shards for kind, by in [detect_format(shard.name)]
+    ]
+    if is_listed:
+        _check_manifest(path, manifest, version, files)
+        for file in found:
+            _check_first_row(file, version)
+    elif found[0].format not in _PACKED_FILES or not _is_packed(_first_row(found[0])):
         return None
-    files = LocalFile.find(str(folder), base=base, options=SourceOptions())
-    shards = [file for file in files if not _is_held_out(file.path.relative_to(folder))]
-    _check_manifest(path, manifest, version, files)
+    if is_listed and version == _ROWS:
+        return found
     packing = cast(dict[str, Any], manifest.get("packing_metadata") or {})
     end_id = manifest.get("eos_token_id", packing.get("eos_token_id"))
-    found: list[SourceFile] = []
-    for shard in shards:
-        kind, compression = detect_format(shard.name)
-        file = SourceFile(shard, shard.name, str(kind), compression)
-        _check_first_row(file, version)
-        source = PackedShard(file, end_id if isinstance(end_id, int) else None)
-        found.append(file if version == _ROWS else SourceFile(source, shard.name, TOKENIZED))
-    return found
+    own_id = end_id if isinstance(end_id, int) else None
+    is_assumed = version != _PACKED
+    return [SourceFile(PackedShard(file, own_id, is_assumed), file.name, TOKENIZED) for file in found]
+
+
+def _manifest_of(path: Path) -> dict[str, Any]:
+    """Return the manifest of a folder, or of the folder or two around a shard, or an empty one."""
+    for folder in (path, *path.parents[:2]):
+        with suppress(OSError, ValueError):
+            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            if isinstance(manifest, dict) and "format_version" in manifest:
+                return cast(dict[str, Any], manifest)
+    return {}
 
 
 def _is_held_out(path: Path) -> bool:
@@ -240,9 +344,12 @@ def _is_held_out(path: Path) -> bool:
     return any(part.lower() in _HELD_OUT for part in path.parts[:-1]) or path.name.lower().startswith(_HELD_OUT)
 
 
+def _first_row(file: SourceFile) -> Any:
+    return next(read_parsed(file, ReadOptions(1 << 30, 64)), (0, None))[1]
+
+
 def _check_first_row(file: SourceFile, version: str) -> None:
-    _, row = next(read_parsed(file, ReadOptions(1 << 30, 64)), (0, None))
-    is_packed = isinstance(row, dict) and "input_ids" in row
+    is_packed = _is_packed(_first_row(file))
     if is_packed != (version == _PACKED):
         rows = "packed rows of ids" if is_packed else "rows of text"
         raise _wrong_manifest(file.name, f"it says {version}, but the shard has {rows}")

@@ -29,7 +29,7 @@ from tunewell.data.sources.base import (
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 from tunewell.data.sources.local import outside_links, unread_files
 from tunewell.data.text_pipeline import TextPipeline
-from tunewell.records.manifest import MANIFEST, TemplateRecord, TokenizerRecord
+from tunewell.records.manifest import TemplateRecord, TokenizerRecord
 
 HELD_OUT_FILE = -1
 """Source index of the held-out file."""
@@ -133,8 +133,12 @@ def make_spec(
 
 def _file_remarks(path: str, base: Path) -> list[str]:
     """Return remarks about the files of a folder that are not read, and about links to files outside of it."""
-    if is_url(path) or _find_tokenized(path, base):
+    if is_url(path):
         return []
+    if shards := _find_tokenized(path, base):
+        files, read = (Counter(file.name for file in some) for some in (find_files(path, base=base), shards))
+        others = [] if read - files else [*(files - read).elements()]  # a prepared corpus has names of its own
+        return [f"{count(len(others), 'shard')} of a validation split not read: {_listed(others)}"] if others else []
     links = outside_links(path, base=base)
     remarks = [
         f"{count(len(links), 'link')} in `{path}` skipped, because the targets are outside of it: {_listed(links)}; "
@@ -194,8 +198,6 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListe
 
 def _find_tokenized(path: str, base: Path) -> list[SourceFile] | None:
     """Return the parts of a prepared corpus, or the shards of an earlier pipeline; None for rows."""
-    if is_url(path) or not (base / Path(path).expanduser() / MANIFEST).is_file():
-        return None
     from tunewell.data.corpus.old_shards import find_old_shards  # not needed for rows
     from tunewell.data.corpus.prepared import find_prepared
 

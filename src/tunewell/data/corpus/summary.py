@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.config.glossary import entries
 from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
@@ -328,4 +329,6 @@ def data_card(manifest: Manifest) -> str:
         dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(source.dropped.items())) or "0"
         numbers = (count(number) for number in (source.rows, source.documents, source.held_out))
         lines.append(f"| `{source.name}` | {' | '.join(numbers)} | {dropped} |")
+    terms = {note.replace("_", " "): number for note, number in manifest.notes.items()}
+    lines += ["", *(f"- {count(number)} {term}. {entries().get(term, '')}" for term, number in terms.items())]
     return "\n".join(lines) + "\n" + _USE

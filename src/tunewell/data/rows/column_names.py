@@ -1,10 +1,10 @@
 """The column names of known formats: which formats match the columns of a row, and what near misses could mean."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
+from tunewell.core.errors import close_names
 from tunewell.data.rows.conversation import Rejected, is_list, is_object
 from tunewell.data.rows.headings import known_heading
 
@@ -54,6 +54,8 @@ def choose_format(candidates: list[Candidate], row: Mapping[str, Any]) -> str:
 
 def _suggest(row: Mapping[str, Any]) -> str:
     """Return the setting to add for column names that nearly match a format, or an empty text."""
+    if "input_ids" in row:
+        return "; these are token ids: `tunewell prepare --data PATH --model MODEL` reads a folder of such shards"
     if is_labelled_text(row):
         return "; it looks like a classification set; set `format: classification`"
     columns = ", ".join(f"{known}: {key}" for known, key in suggest_columns(row).items())
@@ -94,7 +96,7 @@ def is_labelled_text(row: Mapping[str, Any]) -> bool:
 
 def nearest_column(name: str) -> str | None:
     """Return the known column name that a name resembles, as `response` for `Respones`, or None."""
-    return next(iter(difflib.get_close_matches(name.strip().casefold(), KNOWN, n=1, cutoff=0.8)), None)
+    return next(iter(close_names(name.strip().casefold(), KNOWN)), None)
 
 
 def accepted_answers(row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:

@@ -3,9 +3,12 @@
 The format is detected for each row from its keys, so a file may change its format half-way.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
@@ -300,6 +303,21 @@ class Converter:
 def convert_alpaca(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert `instruction`, `input` and `output`."""
     return _asked_and_answered(row, *PAIRS["alpaca"], options)
+
+
+@cache
+def _alpaca_prompt() -> dict[str, str]:
+    return json.loads((Path(__file__).parent / "alpaca_prompt.json").read_text(encoding="utf-8"))
+
+
+def convert_alpaca_prompt(row: dict[str, Any], options: FormatOptions) -> Conversation:
+    """Convert `instruction`, `input` and `output` to the public Alpaca prompt, unless the template writes it itself."""
+    require_columns(row, *PAIRS["alpaca"])
+    given = {name: read_text(row.get(name), name) for name in ("instruction", "input")}
+    if options.marks_input or not given["instruction"].strip():
+        return convert_alpaca(row, options)
+    prompt = _alpaca_prompt()["with_input" if given["input"].strip() else "without_input"]
+    return convert_alpaca({**row, **dict.fromkeys(EXTRAS, ""), "instruction": prompt.format(**given)}, options)
 
 
 def convert_dolly(row: dict[str, Any], options: FormatOptions) -> Conversation:

@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 
 from tunewell.config.rules import Storage
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_stream
+from tunewell.core.files import hub_address, sha256_stream
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.registry import Entry, Registry
 
@@ -172,11 +172,14 @@ def is_url(path: str) -> bool:
 
 
 def split_limit(path: str) -> tuple[str, int | None]:
-    """Split `rows.jsonl#500` into path and limit. A `#` in the name of an existing file is part of the name."""
+    """Split `rows.jsonl#500` into path and limit; a hub id becomes its address.
+
+    A `#` in the name of an existing file is part of the name.
+    """
     head, mark, tail = path.rpartition("#")
     if mark and tail.isdigit() and not Path(path).exists():
-        return head, int(tail)
-    return path, None
+        return hub_address(head, Path()), int(tail)
+    return hub_address(path, Path()), None
 
 
 def find_files(path: str, *, base: Path, options: SourceOptions = _DEFAULTS) -> list[SourceFile]:

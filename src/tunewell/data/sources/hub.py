@@ -129,13 +129,15 @@ def _open(name: str, revision: str, options: SourceOptions) -> _Repository:
             return _Repository(name, commit, files, is_offline)
     if is_offline:
         raise UserError(
-            f"the data set `{name}` at `{revision}` is not in the hub's cache, and offline mode is on",
+            f"the data set `{name}` of the hub at `{revision}` is not in the hub's cache, and offline mode is on",
+            where=f"hf://datasets/{name}",
             fix="run the command once without `--offline` and without HF_HUB_OFFLINE",
         )
     if (problem := hub_is_out_of_reach()) is not None:
         raise UserError(
-            f"the data set `{name}` cannot be downloaded: {problem}",
-            fix="check your network, or use the files of an earlier download with `--offline`",
+            f"the data set `{name}` of the hub cannot be downloaded: {problem}",
+            where=f"hf://datasets/{name}",
+            fix="check your network, use the files of an earlier download with `--offline`, or name local rows",
         )
     options.progress(Progress(f"looking up {name}"))
     from huggingface_hub import HfApi

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import HUB_ID, parse_json
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import is_list, is_object
 from tunewell.data.sources.base import READABLE, SourceOptions, detect_format
@@ -72,7 +72,8 @@ class LocalFile:
         else:
             likely = _MISTYPED.match(path)
             fix = f"did you mean `{likely[1]}://{path[likely.end() :]}`?" if likely else _suggest_names(full)
-            raise UserError(f"there is no file or folder `{path}`", fix=fix)
+            where = f"a data set of the hub has the address `hf://datasets/{path}`" if HUB_ID.fullmatch(path) else None
+            raise UserError(f"there is no file or folder `{path}`", where=where, fix=fix)
         return [cls._of(file, base) for file in files]
 
     @classmethod
