@@ -1,4 +1,4 @@
-"""Atomic file writes, SHA-256 hashes, atomic replacement of folders, folder locks, and errors for a full disk."""
+"""Opening of regular files, atomic writes, SHA-256 hashes, replacement of folders, folder locks, disk errors."""
 
 import errno
 import hashlib
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
@@ -24,6 +24,7 @@ _SHOWN_CHARS = 80
 _ADDED_CHARS = 16
 """Characters that the name of a temporary folder adds to that of the output folder."""
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
+_LOCK_START = '{"pid": '
 
 
 def is_url(path: str) -> bool:
@@ -37,9 +38,67 @@ def short_path(path: Path) -> Path:
     return short if path.exists() and short.exists() and short.samefile(path) else path
 
 
+class IrregularFile(UserError, OSError):
+    """Raised for a pipe, a socket or a device in the place of a file. Reading a pipe may never end.
+
+    It is an OSError, so that readers which tolerate a damaged file tolerate it too.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.strerror = "it is a pipe, a socket or a device, not a file"
+        super().__init__(f"`{path}` cannot be used: {self.strerror}", fix=f"delete `{path}`, or put a file there")
+
+
+def open_handle(path: str | Path, flags: int) -> int:
+    """Return a descriptor of a regular file. Folders are left to the caller; this never waits for a pipe.
+
+    Raises IrregularFile, or UserError for a link that would be written: its target may be any file of the user.
+    """
+    is_written = flags & (os.O_WRONLY | os.O_RDWR)
+    if is_written and Path(path).is_symlink():
+        raise UserError(
+            f"`{path}` is a link to `{os.path.realpath(path)}`; nothing is written through it",
+            fix=f"delete the link `{path}`, and run the command again",
+        )
+    all_flags = flags & ~os.O_TRUNC
+    for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY", "O_NOFOLLOW" if is_written else ""):
+        all_flags |= getattr(os, name, 0)  # Windows has only some of them
+    problem: Exception = IrregularFile(path)
+    if is_written:
+        problem = UserError(problem.what, fix=problem.fix)
+    try:
+        handle = os.open(path, all_flags, 0o666)
+    except OSError as error:
+        raise (problem if error.errno == errno.ENXIO else error) from None  # no process has opened the pipe
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        os.close(handle)
+        raise problem
+    if flags & os.O_TRUNC:
+        os.ftruncate(handle, 0)
+    return handle
+
+
+def open_file(path: str | Path, mode: str = "rb", **options: Any) -> Any:
+    """Open a file as `open` does, with the refusals of `open_handle`."""
+    return open(path, mode, opener=open_handle, **options)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: Path, *, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """Return the text of a regular file."""
+    with open_file(path, "r", encoding=encoding, errors=errors) as file:
+        return file.read()
+
+
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return sha256_stream(file)
 
 
@@ -108,14 +167,14 @@ def sync_tree(folder: Path) -> None:
         if path.is_dir():
             sync_folder(path)
         else:
-            with path.open("rb+") as file:
+            with open_file(path, "rb+") as file:
                 os.fsync(file.fileno())
     sync_folder(folder)
 
 
 def write_synced(path: Path, *parts: bytes | memoryview) -> None:
     """Write and flush a new file in a staging folder. A failure leaves a partial file."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    handle = open_handle(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for part in parts:
             write_all(handle, part)
@@ -138,9 +197,9 @@ def write_atomic(path: Path, data: bytes | str, *, is_private: bool = False) -> 
     """
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if is_private:
-            staged.touch(mode=0o600)
-        with staged.open("wb") as file:
+        staged.unlink(missing_ok=True)
+        staged.touch(mode=0o600 if is_private else 0o666, exist_ok=False)
+        with open_file(staged, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -315,17 +374,21 @@ class FolderLock:
     The lock file contains the owner: process, host and start time. It is emptied on release and never deleted.
     """
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: IO[str]) -> None:
         self._file = file
 
     @classmethod
     def take(cls, path: Path, *, doing: str) -> "FolderLock":
         """Acquire the lock; raise UserError with the owner if a running process holds it."""
-        file = path.open("a+", encoding="utf-8", errors="replace")
+        file = open_file(path, "a+", encoding="utf-8", errors="replace")
         try:
             is_locked = _is_locked_by_other(file)
             file.seek(0)
-            owner = _read_owner(file.read())
+            text = file.read()
+            # The owner may have died while it was written. Early versions wrote a number.
+            if not _LOCK_START.startswith(text.strip("\0")[: len(_LOCK_START)]) and not text.strip().isdecimal():
+                raise UserError(f"`{path}` is not a lock file", fix=f"move `{path}` away: a lock file belongs there")
+            owner = _read_owner(text)
             if is_locked or (is_locked is None and owner is not None and _may_be_running(owner)):
                 raise UserError(
                     f"another process is {doing}",
@@ -362,13 +425,13 @@ def running_owner(path: Path) -> tuple[Owner | None, bool]:
     None means that the lock was released. An owner that has ended was killed: it had no time to release its lock.
     """
     try:
-        owner = _read_owner(path.read_text(encoding="utf-8", errors="replace"))
+        owner = _read_owner(read_text(path, errors="replace"))
     except OSError:
         return None, False
     return owner, owner is not None and _may_be_running(owner)
 
 
-def _is_locked_by_other(file: TextIO) -> bool | None:
+def _is_locked_by_other(file: IO[str]) -> bool | None:
     """Try to lock an open file. Return False if this process now holds the lock, None if locks are not supported."""
     if fcntl is None:
         return None

@@ -6,7 +6,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import parse_json, read_bytes
 
 
 class Record(BaseModel):
@@ -28,7 +28,7 @@ R = TypeVar("R", bound=Record)
 
 def read_record(path: Path, kind: type[R]) -> R:
     """Read a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
-    return parse_record(path.read_bytes(), kind, str(path))
+    return parse_record(read_bytes(path), kind, str(path))
 
 
 def parse_record(data: bytes | str, kind: type[R], name: str) -> R:

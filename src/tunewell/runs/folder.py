@@ -11,7 +11,7 @@ from typing import Any
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import read_text, write_atomic
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
 from tunewell.records.base import FileRecord
@@ -54,7 +54,7 @@ class RunFolder:
         if self.run_dir is not None:
             text = dump_config(loaded, argv)
             path = self.run_dir.path / RUN_CONFIG
-            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            if not path.is_file() or read_text(path) != text:
                 self.run_dir.write(RUN_CONFIG, text)
 
     def keep(self) -> None:
@@ -118,7 +118,7 @@ def _document_hashes(corpus: Corpus) -> Iterator[tuple[_DocumentKey, str]]:
 
 def _read_document_hashes(folder: Path) -> dict[_DocumentKey, str]:
     try:
-        lines = (folder / DOCUMENTS).read_text(encoding="utf-8").splitlines()
+        lines = read_text(folder / DOCUMENTS).splitlines()
     except OSError:
         return {}
     fields = [line.rsplit("\t", 3) for line in lines]

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import parse_json, read_text
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
@@ -194,7 +194,7 @@ def _added_tokens(folder: Path, base: str) -> tuple[str, ...]:
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" not in name]  # noqa: SIM118
-        added = parse_json((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
+        added = parse_json(read_text(folder / "tokenizer.json")).get("added_tokens") or []
     except (SafetensorError, ValueError):
         return ()  # loading the adapter reports the damage
     num_rows = max((shape[0] for shape in shapes if len(shape) == 2), default=0)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file
+from tunewell.core.files import open_file, read_text, sha256_file
 from tunewell.data.corpus.prepared import PreparedBlock
 from tunewell.data.corpus.tokenized_block import RowPipeline, TokenizedBlock, join_tokens, render_block
 from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, detect_format, is_url
@@ -214,7 +214,7 @@ def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
     if folder is None or not (folder / _MANIFEST).is_file():
         return None
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(folder / _MANIFEST))
         version = str(manifest["format_version"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -267,7 +267,7 @@ def _check_manifest(path: str, manifest: dict[str, Any], version: str, files: Se
         if "sha256" in record and record["sha256"] != sha256_file(shard):
             raise _wrong_manifest(path, f"`{name}` has another hash than it lists")
         if expected is not None and not shard.name.endswith((".gz", ".zst")):
-            with shard.open("rb") as stream:
+            with open_file(shard) as stream:
                 num_rows = sum(1 for line in stream if line.strip())
             if num_rows != expected:
                 raise _wrong_manifest(path, f"`{name}` has {num_rows:,} rows, and it lists {expected:,}")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file, sha256_text
+from tunewell.core.files import open_file, sha256_file, sha256_text
 from tunewell.core.optional import import_optional
 from tunewell.data.sources.arrow import Lists, read_columns, read_lists
 from tunewell.records.base import Record
@@ -230,7 +230,7 @@ class Corpus(Split):
 
     def _records(self, name: str, kind: type[R]) -> Iterator[R]:
         if name in self.manifest.files:
-            with (self.path / name).open(encoding="utf-8") as lines:
+            with open_file(self.path / name, "r", encoding="utf-8") as lines:
                 for line in lines:
                     yield kind.model_validate_json(line)
 

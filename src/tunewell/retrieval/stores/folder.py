@@ -27,7 +27,16 @@ from typing import Any
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, disk_full_as_user_error, make_private, parse_json, sync_folder, sync_tree
+from tunewell.core.files import (
+    FolderLock,
+    disk_full_as_user_error,
+    make_private,
+    open_file,
+    parse_json,
+    read_bytes,
+    sync_folder,
+    sync_tree,
+)
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.records.base import FileRecord
@@ -59,7 +68,7 @@ class FolderStore:
         self._check_sizes()
         self._offsets = np.load(self._data / "offsets.npy", mmap_mode="r")
         self._vectors = np.load(self._data / "vectors.npy", mmap_mode="r")
-        self._lines = (self._data / "passages.jsonl").open("rb")
+        self._lines = open_file(self._data / "passages.jsonl")
         self._words: Any = None
         self._clusters: Any = None
 
@@ -176,12 +185,12 @@ class FolderStore:
 
     def documents(self) -> list[IndexedDocument]:
         """Return the documents in the order of their passages."""
-        with (self._data / "documents.jsonl").open("rb") as lines:
+        with open_file(self._data / "documents.jsonl") as lines:
             return [IndexedDocument(**parse_json(line)) for line in lines]
 
     def keys(self) -> dict[bytes, int]:
         """Return the hash of each passage with its number."""
-        keys = (self._data / "keys.bin").read_bytes()
+        keys = read_bytes(self._data / "keys.bin")
         return {keys[32 * number : 32 * number + 32]: number for number in range(len(keys) // 32)}
 
     def vectors(self, numbers: Sequence[int]) -> np.ndarray:
@@ -232,7 +241,7 @@ def _write_data(folder: Path, content: StoredPassages, language: str, progress: 
     # One thread keeps the order of passages, and with it the scores of ties, the same in every run.
     writer = index.writer(heap_size=128_000_000, num_threads=1)
     offsets = np.zeros(len(content), np.int64)
-    with (folder / "passages.jsonl").open("wb") as lines, (folder / "keys.bin").open("wb") as keys:
+    with open_file(folder / "passages.jsonl", "wb") as lines, open_file(folder / "keys.bin", "wb") as keys:
         for number, passage in enumerate(content.passages()):
             offsets[number] = lines.tell()
             lines.write(json.dumps(asdict(passage), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
@@ -243,7 +252,7 @@ def _write_data(folder: Path, content: StoredPassages, language: str, progress: 
             writer.add_document(document)
             if number % 1000 == 0:
                 progress(Progress("writing the index", number, len(content), "passages"))
-    with (folder / "documents.jsonl").open("wb") as lines:
+    with open_file(folder / "documents.jsonl", "wb") as lines:
         for entry in content.documents:
             lines.write(json.dumps(asdict(entry), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
     writer.commit()
