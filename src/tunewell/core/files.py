@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _SHOWN_CHARS = 80
 _ADDED_CHARS = 16
 """Characters that the name of a temporary folder adds to that of the output folder."""
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
+_LARGE_BYTES = 64 << 20
+"""Hashing a smaller file takes less than 0.1 s."""
+_STAMP_SECONDS = 2.0
+"""A file that changed less long ago may change again without another stamp."""
 _LOCK_START = '{"pid": '
 
 
@@ -52,7 +57,8 @@ class IrregularFile(UserError, OSError):
 def open_handle(path: str | Path, flags: int) -> int:
     """Return a descriptor of a regular file. Folders are left to the caller; this never waits for a pipe.
 
-    Raises IrregularFile, or UserError for a link that would be written: its target may be any file of the user.
+    Raises IrregularFile, or UserError for a link that would be written: its target may be any file of the user. A hard
+    link that would be written is replaced by a copy.
     """
     is_written = flags & (os.O_WRONLY | os.O_RDWR)
     if is_written and Path(path).is_symlink():
@@ -70,10 +76,14 @@ def open_handle(path: str | Path, flags: int) -> int:
         handle = os.open(path, all_flags, 0o666)
     except OSError as error:
         raise (problem if error.errno == errno.ENXIO else error) from None  # no process has opened the pipe
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         os.close(handle)
         raise problem
+    if is_written and found.st_nlink > 1:  # the other name belongs to a backup, or to any file of the user
+        os.close(handle)
+        write_atomic(Path(path), Path(path).read_bytes())
+        return open_handle(path, flags)
     if flags & os.O_TRUNC:
         os.ftruncate(handle, 0)
     return handle
@@ -100,6 +110,31 @@ def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with open_file(path) as file:
         return sha256_stream(file)
+
+
+_hashes: dict[str, tuple[str, str]] = {}
+
+
+def sha256_once(path: Path) -> str:
+    """Return the SHA-256 of a file, which is computed again only if its stamp has changed.
+
+    For a large file, other processes of this user remember it too.
+    """
+    found, key = path.stat(), sha256_text(str(path.resolve()))
+    stamp = f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+    folder = cache_folder("hashes") if found.st_size >= _LARGE_BYTES else None
+    known = _hashes.get(key)
+    if folder is not None and known is None:
+        with suppress(OSError, ValueError):
+            before, digest = read_text(folder / key).split("\n")
+            known = before, digest
+    if known is None or known[0] != stamp:
+        known = stamp, sha256_file(path)
+        if folder is not None and time.time() - found.st_ctime > _STAMP_SECONDS:
+            with suppress(OSError):
+                write_atomic(folder / key, "\n".join(known))
+    _hashes[key] = known
+    return known[1]
 
 
 def sha256_stream(stream: BinaryIO) -> str:
@@ -167,7 +202,7 @@ def sync_tree(folder: Path) -> None:
         if path.is_dir():
             sync_folder(path)
         else:
-            with open_file(path, "rb+") as file:
+            with path.open("rb+") as file:
                 os.fsync(file.fileno())
     sync_folder(folder)
 

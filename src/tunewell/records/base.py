@@ -23,6 +23,10 @@ class FileRecord(Record):
     sha256: str
 
 
+class DamagedRecord(UserError):
+    """Raised for a record that cannot be parsed."""
+
+
 R = TypeVar("R", bound=Record)
 
 
@@ -40,7 +44,7 @@ def parse_record(data: bytes | str, kind: type[R], name: str) -> R:
             raise UserError(what, fix="pip install --upgrade tunewell")
         return kind.model_validate(raw)
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
+        raise DamagedRecord(
             f"`{name}` is damaged",
             where=str(error).splitlines()[0],
             fix="restore it from a backup, or go on without its folder",

@@ -23,14 +23,13 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import cache_folder, disk_full_as_user_error, make_private, open_file, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
-from tunewell.records.index import DocumentCounts, EmbedderRecord, IndexManifest, SearchSettings
+from tunewell.records.index import DamagedIndex, DocumentCounts, EmbedderRecord, IndexManifest, SearchSettings
 from tunewell.records.plan import Chosen
 from tunewell.retrieval.documents import DocumentLedger, FoundFile, find_documents, parse, read_bytes
 from tunewell.retrieval.embedders.base import Embedder
 from tunewell.retrieval.passages import Passage, cut
 from tunewell.retrieval.readers.blocks import Unreadable
 from tunewell.retrieval.stores.base import (
-    DamagedIndex,
     IndexedDocument,
     Store,
     parse_passage,
@@ -85,7 +84,8 @@ def build_index(
         work = _work_folder(address)
         with disk_full_as_user_error(work, lambda: 1 << 30):
             spool = Spool(work)
-            notes += _read_all(files, spool, ledger, embedder, old, progress)
+            reused = old if old is not None and old.manifest.has_hashes else None
+            notes += _read_all(files, spool, ledger, embedder, reused, progress)
             if not len(spool):
                 skipped = ", ".join(f"{number} {reason}" for reason, number in ledger.skipped.items())
                 raise UserError(
@@ -94,7 +94,7 @@ def build_index(
                     fix="scanned documents need OCR first; damaged ones must be saved again",
                 )
             chosen_language = _language(language, spool)
-            embedded, seconds = _embed(spool, work, embedder, old, progress)
+            embedded, seconds = _embed(spool, work, embedder, reused, progress)
         if old is not None:
             old.close()
         manifest = IndexManifest(
@@ -113,6 +113,7 @@ def build_index(
             ),
             settings=old.manifest.settings if old is not None else _default_settings(embedder),
             documents_sha256=sha256_text(*(part for entry in spool.documents for part in (entry.name, entry.sha256))),
+            arguments=[*paths, "--embedder", embedder.name, "--language", language],
             seconds=((old.manifest.seconds or 0.0) if old is not None else 0.0) + time.perf_counter() - began,
         )
         manifest = store.write(address, spool, manifest, progress=progress)
@@ -259,7 +260,7 @@ def _embed(
     cache = VectorCache(work, embedder)
     known = old.keys() if old is not None else {}
     path = work / "vectors.npy"
-    path.unlink(missing_ok=True)  # a link would be written through
+    path.unlink(missing_ok=True)  # numpy would write through a link
     spool.vectors = np.lib.format.open_memmap(path, "w+", np.float32, (len(spool), embedder.dimension))
     _reserve(path)
     missing = [key for key in spool.keys if key not in known and key not in cache.numbers]
