@@ -88,14 +88,17 @@ class ObjectCache:
 
     def save_listing(self, key: str, found: Sequence[RemoteObject]) -> None:
         """Store what an address matched, for `--offline`."""
-        entries = [[entry.address.key, entry.size, entry.stamp] for entry in found]
+        entries = [[entry.address.key, entry.size, entry.stamp, entry.host] for entry in found]
         write_atomic(self.folder / "listings" / f"{key}.json", json.dumps(entries))
 
     def load_listing(self, key: str, address: Address) -> list[RemoteObject] | None:
         """Return what an address matched when it was last listed, or None."""
         try:
             entries = json.loads(read_text(self.folder / "listings" / f"{key}.json"))
-            return [RemoteObject(address.with_key(name), size, stamp) for name, size, stamp in entries]
+            return [
+                RemoteObject(address.with_key(name), size, stamp, host="".join(host))
+                for name, size, stamp, *host in entries
+            ]
         except (OSError, ValueError, TypeError):
             return None
 
