@@ -215,7 +215,7 @@ def source_rows(found: Sequence[Found]) -> list[dict[str, Any]]:
 def _sources(found: Sequence[Found], answer: IndexAnswer) -> list[Source]:
     passages: list[Passage] = [one.passage for one in found]
     claims = check_claims(answer.answer, passages)
-    answer.warnings = [f"[{number}] is not one of the {count(len(found))} sources" for number in claims.unknown]
+    answer.warnings += [f"[{number}] is not one of the {count(len(found))} sources" for number in claims.unknown]
     answer.warnings += [f"the quote “{quote}” is in no source" for quote in claims.false_quotes]
     return [
         Source(
