@@ -50,8 +50,9 @@ class IrregularFile(UserError, OSError):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.strerror = "it is a pipe, a socket or a device, not a file"
-        super().__init__(f"`{path}` cannot be used: {self.strerror}", fix=f"delete `{path}`, or put a file there")
+        reason = "it is a pipe, a socket or a device, not a file"
+        super().__init__(f"`{path}` cannot be used: {reason}", fix=f"delete `{path}`, or put a file there")
+        self.strerror = reason
 
 
 def open_handle(path: str | Path, flags: int) -> int:
