@@ -284,7 +284,7 @@ def _received(connection: socket.socket, seconds: float) -> bytes:
 
 
 def _change(work: Path, change: dict[str, Any]) -> None:
-    """Damage a file: flip a bit, cut or delete it, make it a link or a pipe, replace text, or set a value in its JSON."""
+    """Damage a file: flip a bit, cut or delete it, make it a link or a pipe, replace text, or set a JSON value."""
     paths = sorted(path for path in work.glob(change["file"]) if path.is_file() or "delete" in change)
     assert paths, f"{change['file']} is not there"
     path = paths[-1]
