@@ -85,7 +85,7 @@ class IndexManifest(Record):
 
     @property
     def has_hashes(self) -> bool:
-        """Return False for an index of a version before 0.2.0, whose content cannot be verified."""
+        """Return False for an index of an earlier version, whose content cannot be verified."""
         return all(record.sha256 for record in self.files.values())
 
 
