@@ -284,12 +284,15 @@ def _received(connection: socket.socket, seconds: float) -> bytes:
 
 
 def _change(work: Path, change: dict[str, Any]) -> None:
-    """Damage a file: flip a bit, cut it, delete it, replace text, or set a value in its JSON."""
+    """Damage a file: flip a bit, cut or delete it, make it a link or a pipe, replace text, or set a JSON value."""
     paths = sorted(path for path in work.glob(change["file"]) if path.is_file() or "delete" in change)
     assert paths, f"{change['file']} is not there"
     path = paths[-1]
     if "delete" in change:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif "link" in change or "fifo" in change:
+        path.unlink()
+        path.symlink_to(change["link"]) if "link" in change else os.mkfifo(path)
     elif "flip" in change:
         data = bytearray(path.read_bytes())
         at = random.Random(change["flip"]).randrange(len(data))

@@ -10,6 +10,7 @@ from test_indexing import content_of
 from toy_embedder import ToyEmbedder
 
 from tunewell.core.errors import UserError
+from tunewell.retrieval import search as search_module
 from tunewell.retrieval.indexing import build_index
 from tunewell.retrieval.search import Retriever
 from tunewell.retrieval.stores import folder as folder_store
@@ -190,3 +191,70 @@ def test_an_address_is_shown_without_its_password(address, shown):
     """Screens, errors and records are pasted into chats."""
     assert shown_address(address) == shown
     assert "secret" not in shown_address(address)
+
+
+def _flip(path: Path, place: int) -> bytes:
+    before = bytearray(path.read_bytes())
+    before[place] ^= 4
+    path.write_bytes(before)
+    return bytes(before)
+
+
+def _without_hashes(index: Path) -> None:
+    """Change the manifest to one of a version that wrote no hashes."""
+    record = json.loads((index / "index.json").read_text())
+    kept = {name: {**entry, "sha256": ""} for name, entry in record["files"].items() if "/" not in name}
+    record = {key: value for key, value in record.items() if key not in ("sha256", "arguments")} | {"files": kept}
+    (index / "index.json").write_text(json.dumps(record))
+
+
+def test_a_flipped_bit_in_any_file_is_an_error_and_indexing_again_repairs_it(index, tmp_path):
+    """`ask` quoted a changed passage without a word, and `index` took it over as unchanged."""
+    docs, text = str(tmp_path / "docs"), content_of(str(index))
+    paths = [path for path in sorted(index.rglob("*")) if path.is_file() and path.stat().st_size]
+    assert len(paths) > 10
+    for path in paths:
+        whole = path.read_bytes()
+        _flip(path, len(whole) // 2)
+        with pytest.raises(UserError, match="is damaged") as caught:
+            search(index)
+        command = (caught.value.fix or "").split("`")[1]
+        assert command.endswith(f"--out {index}") and (path.name == "index.json" or f"index {docs}" in command)
+        path.write_bytes(whole)
+    for name in ("index.json", "data-*/passages.jsonl", "data-*/words/*.idx"):
+        path = next(index.glob(name))
+        _flip(path, path.stat().st_size // 2)
+        built = build_index([docs], str(index), ToyEmbedder())
+        assert any("damaged" in note for note in built.notes)
+        assert content_of(str(index)) == text
+
+
+def test_damage_in_an_index_without_hashes_is_an_error_of_the_user(index, capfd):
+    """tantivy panics over damaged files, with a Rust backtrace on stderr; numpy and json have errors of their own."""
+    _without_hashes(index)
+    for path in [path for path in index.glob("data-*/**/*") if path.is_file() and path.stat().st_size]:
+        for place in {0, path.stat().st_size // 2, path.stat().st_size - 1}:
+            whole = path.read_bytes()
+            _flip(path, place)
+            try:
+                search(index)
+            except UserError as error:
+                assert "tunewell index" in (error.fix or "")
+            path.write_bytes(whole)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_index_without_hashes_is_read_with_a_note_and_made_again_from_its_documents(index, tmp_path, monkeypatch):
+    """Its passages cannot be verified, so an update must not take them over; the chosen settings stay."""
+    _without_hashes(index)
+    monkeypatch.setattr(search_module, "open_embedder", lambda _: ToyEmbedder())
+    retriever = search_module.open_retriever(str(index))
+    assert f"tunewell index DOCUMENTS --out {index}" in retriever.notes[0]
+    path = next(index.glob("data-*/passages.jsonl"))
+    whole = path.read_bytes()
+    _flip(path, whole.index(b'"text": "') + 10)
+    built = build_index([str(tmp_path / "docs")], str(index), ToyEmbedder())
+    assert built.manifest.counts.embedded == 5
+    assert built.manifest.has_hashes
+    assert next(index.glob("data-*/passages.jsonl")).read_bytes() == whole
+    assert not search_module.open_retriever(str(index)).notes

@@ -10,7 +10,7 @@ from tunewell.config.keys import format_key
 from tunewell.config.load import LoadedConfig, load_config
 from tunewell.config.yaml_reader import read_yaml
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import read_text, write_atomic
 
 _LINE = re.compile(r"^(\s*[\w-]+:)(?:\s+[^#\s][^#]*?)?(\s+#.*)?$")
 
@@ -20,7 +20,7 @@ def edit_config(loaded: LoadedConfig, changes: Mapping[str, Any]) -> Path:
     sets = " ".join(f"--set {key}={as_scalar(value)}" for key, value in changes.items())
     if loaded.file is None:
         raise UserError("there is no config file to change", fix=f"add to the command: `{sets}`")
-    before = loaded.file.read_text(encoding="utf-8")
+    before = read_text(loaded.file)
     text = before
     for key, value in changes.items():
         text = set_key(text, key, value)

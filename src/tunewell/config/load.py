@@ -37,7 +37,7 @@ from tunewell.config.yaml_reader import (
     read_yaml,
 )
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.core.files import hub_address, is_url, short_path
+from tunewell.core.files import hub_address, is_url, open_file, short_path
 from tunewell.core.units import count
 
 # Set values from the command line in the config tree and rebase relative paths.
@@ -288,7 +288,7 @@ def _other_name(file: Path) -> UserError:
 
 def _is_our_config(file: Path) -> bool:
     """Return True if a file has `model` and `data`, or only keys of a tunewell config."""
-    with file.open(encoding="utf-8", errors="replace") as opened:
+    with open_file(file, "r", encoding="utf-8", errors="replace") as opened:
         keys = re.findall(r"^(\w+):", opened.read(MAX_BYTES), flags=re.MULTILINE)
     return {"model", "data"} <= {*keys} or bool(
         keys and all(key in Config.model_fields or key in ALIASES for key in keys)
@@ -297,7 +297,7 @@ def _is_our_config(file: Path) -> bool:
 
 def _read_file(draft: _Draft, file: Path) -> None:
     try:
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
             raw = opened.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise UserError(f"the config has over {count(MAX_BYTES)} bytes; usually it has hundreds", where=str(file))

@@ -22,6 +22,10 @@ class Storage(Section):
     AWS_ENDPOINT_URL, or the endpoint of the profile; for `r2://`, the endpoint of R2_ACCOUNT_ID."""
     region: Text | None = None
     """Region of the bucket. `null`: AWS_REGION, the region of the profile, or `us-east-1`; `auto` for `r2://`."""
+    role: Literal["instance"] | None = None
+    """`instance`: without access keys, ask the metadata service of this cloud machine for the keys of its role (Amazon,
+    Google, Azure). `null`: the metadata service is never asked. The variables of a container platform, such as
+    AWS_CONTAINER_CREDENTIALS_RELATIVE_URI, are used in either case."""
     cache_gb: Annotated[Float, Field(gt=0)] = 100.0
     """Maximum size of the cache of downloaded files in GB (10^9 bytes), in `~/.cache/tunewell` or TUNEWELL_CACHE.
     The least recently used files are removed first."""

@@ -1,4 +1,4 @@
-"""Atomic file writes, SHA-256 hashes, atomic replacement of folders, folder locks, and errors for a full disk."""
+"""Opening of regular files, atomic writes, SHA-256 hashes, replacement of folders, folder locks, disk errors."""
 
 import errno
 import hashlib
@@ -8,12 +8,13 @@ import re
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
@@ -25,6 +26,11 @@ _SHOWN_CHARS = 80
 _ADDED_CHARS = 16
 """Characters that the name of a temporary folder adds to that of the output folder."""
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
+_LARGE_BYTES = 64 << 20
+"""Hashing a smaller file takes less than 0.1 s."""
+_STAMP_SECONDS = 2.0
+"""A file that changed less long ago may change again without another stamp."""
+_LOCK_START = '{"pid": '
 
 
 def is_url(path: str) -> bool:
@@ -51,10 +57,80 @@ def short_path(path: Path) -> Path:
     return short if path.exists() and short.exists() and short.samefile(path) else path
 
 
+class IrregularFile(UserError, OSError):
+    """Raised for a pipe, a socket or a device in the place of a file. Reading a pipe may never end.
+
+    It is an OSError, so that readers which tolerate a damaged file tolerate it too.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        reason = "it is a pipe, a socket or a device, not a file"
+        super().__init__(f"`{path}` cannot be used: {reason}", fix=f"delete `{path}`, or put a file there")
+        self.strerror = reason
+
+
+def open_handle(path: str | Path, flags: int) -> int:
+    """Return a descriptor of a regular file. Folders are left to the caller; this never waits for a pipe.
+
+    Raises IrregularFile, or UserError for a link that would be written: its target may be any file of the user. A hard
+    link that would be written is replaced by a copy.
+    """
+    is_written = flags & (os.O_WRONLY | os.O_RDWR)
+    if is_written and Path(path).is_symlink():
+        raise UserError(
+            f"`{path}` is a link to `{os.path.realpath(path)}`; nothing is written through it",
+            fix=f"delete the link `{path}`, and run the command again",
+        )
+    all_flags = flags & ~os.O_TRUNC
+    for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY", "O_NOFOLLOW" if is_written else ""):
+        all_flags |= getattr(os, name, 0)  # Windows has only some of them
+    problem: Exception = IrregularFile(path)
+    if is_written:
+        problem = UserError(problem.what, fix=problem.fix)
+    try:
+        handle = os.open(path, all_flags, 0o666)
+    except OSError as error:
+        raise (problem if error.errno == errno.ENXIO else error) from None  # no process has opened the pipe
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        os.close(handle)
+        raise problem
+    if is_written and found.st_nlink > 1:  # the other name belongs to a backup, or to any file of the user
+        os.close(handle)
+        write_atomic(Path(path), Path(path).read_bytes())
+        return open_handle(path, flags)
+    if flags & os.O_TRUNC:
+        os.ftruncate(handle, 0)
+    return handle
+
+
+def open_file(path: str | Path, mode: str = "rb", **options: Any) -> Any:
+    """Open a file as `open` does, with the refusals of `open_handle`."""
+    return open(path, mode, opener=open_handle, **options)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: Path, *, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """Return the text of a regular file."""
+    with open_file(path, "r", encoding=encoding, errors=errors) as file:
+        return file.read()
+
+
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return sha256_stream(file)
+
+
+def sha256_once(path: Path) -> str:
+    """Return the SHA-256 of a file, which is computed again only if its stamp has changed."""
+    name = "hashes" if path.stat().st_size >= _LARGE_BYTES else None
+    return cached_by_stamp(name, [path], lambda: sha256_file(path))
 
 
 def sha256_stream(stream: BinaryIO) -> str:
@@ -129,7 +205,7 @@ def sync_tree(folder: Path) -> None:
 
 def write_synced(path: Path, *parts: bytes | memoryview) -> None:
     """Write and flush a new file in a staging folder. A failure leaves a partial file."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    handle = open_handle(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for part in parts:
             write_all(handle, part)
@@ -152,9 +228,9 @@ def write_atomic(path: Path, data: bytes | str, *, is_private: bool = False) -> 
     """
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if is_private:
-            staged.touch(mode=0o600)
-        with staged.open("wb") as file:
+        staged.unlink(missing_ok=True)
+        staged.touch(mode=0o600 if is_private else 0o666, exist_ok=False)
+        with open_file(staged, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -224,19 +300,31 @@ def cache_folder(name: str) -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def cached_by_stamp(name: str, paths: Sequence[Path], compute: Callable[[], Any]) -> Any:
-    """Return a JSON value computed from files, from the cache folder `name` if no file has another stamp."""
+_by_stamp: dict[str, tuple[Any, Any]] = {}
+
+
+def cached_by_stamp(name: str | None, paths: Sequence[Path], compute: Callable[[], Any]) -> Any:
+    """Return a JSON value computed from files, again only if the stamp of one has changed.
+
+    With the `name` of a cache folder, other processes of this user remember it too.
+    """
     stats = [path.stat() for path in paths]
-    stamp = [[stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]
-    key = sha256_text(*(str(path.resolve()) for path in paths))[:32]
-    entry = (cache_folder(name) or Path(os.devnull)) / f"{key}.json"
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        if (known := parse_json(entry.read_bytes()))["stamp"] == stamp:
-            return known["value"]
-    value = compute()
-    with suppress(OSError, ValueError, TypeError):
-        write_atomic(entry, json.dumps({"stamp": stamp, "value": value}))
-    return value
+    stamp = [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
+    key = sha256_text(str(name), *(str(path.resolve()) for path in paths))[:32]
+    entry = (cache_folder(name) if name else None) or Path(os.devnull)
+    if key not in _by_stamp:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            known = parse_json(read_bytes(entry / f"{key}.json"))
+            _by_stamp[key] = known["stamp"], known["value"]
+    if key not in _by_stamp or _by_stamp[key][0] != stamp:
+        _by_stamp[key] = stamp, compute()
+        # A file that was written just now can change again within the resolution of its time.
+        if name and all(time.time() - one.st_ctime > _STAMP_SECONDS for one in stats):
+            with suppress(OSError, ValueError, TypeError):
+                write_atomic(
+                    entry / f"{key}.json", json.dumps(dict(zip(("stamp", "value"), _by_stamp[key], strict=True)))
+                )
+    return _by_stamp[key][1]
 
 
 def is_disk_full(error: OSError) -> bool:
@@ -344,17 +432,21 @@ class FolderLock:
     The lock file contains the owner: process, host and start time. It is emptied on release and never deleted.
     """
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: IO[str]) -> None:
         self._file = file
 
     @classmethod
     def take(cls, path: Path, *, doing: str) -> "FolderLock":
         """Acquire the lock; raise UserError with the owner if a running process holds it."""
-        file = path.open("a+", encoding="utf-8", errors="replace")
+        file = open_file(path, "a+", encoding="utf-8", errors="replace")
         try:
             is_locked = _is_locked_by_other(file)
             file.seek(0)
-            owner = _read_owner(file.read())
+            text = file.read()
+            # The owner may have died while it was written. Early versions wrote a number.
+            if not _LOCK_START.startswith(text.strip("\0")[: len(_LOCK_START)]) and not text.strip().isdecimal():
+                raise UserError(f"`{path}` is not a lock file", fix=f"move `{path}` away: a lock file belongs there")
+            owner = _read_owner(text)
             if is_locked or (is_locked is None and owner is not None and _may_be_running(owner)):
                 raise UserError(
                     f"another process is {doing}",
@@ -391,13 +483,13 @@ def running_owner(path: Path) -> tuple[Owner | None, bool]:
     None means that the lock was released. An owner that has ended was killed: it had no time to release its lock.
     """
     try:
-        owner = _read_owner(path.read_text(encoding="utf-8", errors="replace"))
+        owner = _read_owner(read_text(path, errors="replace"))
     except OSError:
         return None, False
     return owner, owner is not None and _may_be_running(owner)
 
 
-def _is_locked_by_other(file: TextIO) -> bool | None:
+def _is_locked_by_other(file: IO[str]) -> bool | None:
     """Try to lock an open file. Return False if this process now holds the lock, None if locks are not supported."""
     if fcntl is None:
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import open_file
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -71,7 +72,7 @@ def tensor_count(path: Path) -> int:
 
 def _read(path: Path, *, is_table_wanted: bool = False) -> tuple[dict[str, Any], int, list[TensorEntry]]:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             if path.stat().st_size == 0:
                 raise _Damaged("is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

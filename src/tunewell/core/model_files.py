@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 from tunewell.core.catalogue import close_models, find_in_catalogue
 from tunewell.core.errors import UserError, did_you_mean
+from tunewell.core.files import read_text
 from tunewell.core.ollama import PREFIX as OLLAMA
 from tunewell.core.ollama import find_ollama, list_ollama
 
@@ -56,7 +57,7 @@ class ModelFiles:
         try:
             if path.stat().st_size > _MAX_JSON_BYTES:
                 raise UserError(f"`{name}` is larger than {_MAX_JSON_BYTES >> 20} MiB", where=str(path))
-            return path.read_text(encoding="utf-8")
+            return read_text(path)
         except OSError as error:
             raise UserError(f"`{name}` cannot be read: {error.strerror}", where=str(path)) from None
         except UnicodeDecodeError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.core.files import parse_json
+from tunewell.core.files import parse_json, read_bytes
 
 PREFIX = "ollama:"
 _SYSTEM_FOLDER = Path("/usr/share/ollama/.ollama/models")
@@ -121,7 +121,7 @@ def _read(name: str, folder: Path, manifest: Path) -> OllamaModel:
     try:
         if manifest.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError("too large")
-        layers: list[dict[str, Any]] = parse_json(manifest.read_bytes())["layers"]
+        layers: list[dict[str, Any]] = parse_json(read_bytes(manifest))["layers"]
         by_type = {str(layer.get("mediaType")): layer for layer in layers}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return OllamaModel(name, None, 0, "its manifest is damaged")

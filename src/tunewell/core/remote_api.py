@@ -24,7 +24,9 @@ MAX_ANSWER_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 16
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error."""
+
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
 
@@ -47,7 +49,7 @@ class RemoteApi:
                 fix=f"remove it; a key is read from {key_variable}",
             )
         self._what, self._key_variable, self._silence_seconds = what, key_variable, silence_seconds
-        self._opener = urllib.request.build_opener(_NoRedirects)
+        self._opener = urllib.request.build_opener(NoRedirects)
 
     def lines(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
         """Send a request and yield the lines of the answer as they arrive; raise UserError if the server fails."""

@@ -8,6 +8,7 @@ from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import SourceConfig
 from tunewell.config.schema import Template as TemplateSettings
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_text
 from tunewell.core.presets import find_preset, is_preset
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker, SupervisionRule
@@ -115,7 +116,7 @@ def _source_of(name: str, tokenizer: LoadedTokenizer, loaded: LoadedConfig) -> s
         return builtin_template(name)
     path = loaded.path(name)
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     raise UserError(
         f"there is no template `{name}`",
         fix=f"use `auto` for the model's template, one of {', '.join(BUILTIN_NAMES)}, or a `.jinja` file",

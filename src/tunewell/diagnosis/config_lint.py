@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import open_file, parse_json, read_text
 from tunewell.core.units import count, percent
 from tunewell.diagnosis.config_versions import Versions, version_hints, wrong_keys
 from tunewell.diagnosis.findings import Evidence
@@ -63,7 +63,7 @@ Keys = dict[str, Value]
 @lru_cache(maxsize=1)
 def known_keys() -> frozenset[str]:
     """Return the keys by which a config of a trainer is recognised."""
-    return frozenset(_KEYS_FILE.read_text(encoding="utf-8").split())
+    return frozenset(read_text(_KEYS_FILE).split())
 
 
 def lint(text: str, reading: Reading, versions: Versions) -> list[str]:
@@ -116,7 +116,7 @@ def lint_lengths(text: str, rows: Path, reading: Reading) -> None:
 def _row_lengths(rows: Path) -> list[int]:
     """Return the estimated number of tokens of each row of a JSONL file: the characters of its texts, divided."""
     try:
-        with rows.open(encoding="utf-8", errors="replace") as file:
+        with open_file(rows, "r", encoding="utf-8", errors="replace") as file:
             texts = [line for line in islice(file, _MAX_ROWS) if line.strip()]
         lengths = [_text_length(parse_json(line)) // _CHARS_PER_TOKEN for line in texts]
     except (OSError, ValueError, RecursionError) as error:

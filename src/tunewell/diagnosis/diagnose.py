@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
+from tunewell.core.files import read_text
 from tunewell.core.redact import redact
 from tunewell.diagnosis.config_lint import lint, lint_lengths
 from tunewell.diagnosis.config_versions import Versions, stated_versions
@@ -65,7 +66,7 @@ def diagnose_config(config: Path, rows: Path, *, versions: Versions = _NONE) -> 
     """Return the diagnosis of a config together with the rows that it will train on."""
     notes: list[str] = []
     readings = list(open_documents([config], notes))
-    lint_lengths(config.read_text(encoding="utf-8", errors="replace"), rows, readings[0])
+    lint_lengths(read_text(config, errors="replace"), rows, readings[0])
     return _conclude(readings, notes, versions)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import open_file, parse_json
 from tunewell.core.units import count, size_bytes
 from tunewell.diagnosis.notebook import notebook_text
 from tunewell.diagnosis.reading import EVENTS, SMALL_BYTES, Reading, read_document
@@ -49,7 +49,7 @@ def open_documents(paths: Sequence[Path], notes: list[str]) -> Iterator[Reading]
             raise UserError(f"there is no file or folder `{path}`", fix="give a log, a run folder, a config or `-`")
         # `tunewell diagnose <(command)`. A named pipe in a folder may have no writer, and reading it would never end.
         if path.is_fifo() and str(path.parent) in ("/dev/fd", "/proc/self/fd"):
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 yield read_stream(file, name=path.name)
             num_read += 1
             continue
@@ -145,7 +145,7 @@ def _files(path: Path, notes: list[str]) -> Iterator[tuple[Path, str]]:
 def _read(file: Path, name: str, refused: list[str]) -> Reading | None:
     """Read a file, or add the reason to `refused` and return None."""
     try:
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             head = stream.read(_HEAD)
             if name.rpartition("/")[2].startswith("events.out.tfevents"):
                 stream.seek(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import parse_json, read_text
 from tunewell.core.units import count
 from tunewell.diagnosis.findings import Evidence
 from tunewell.diagnosis.matcher import Hits
@@ -77,7 +77,7 @@ def _reading(name: str, *, num_lines: int, num_steps: int = 0) -> Reading:
 def _lines_by_step(folder: Path) -> dict[int, tuple[int, str]]:
     """Return the number and the first metrics of the line of each step."""
     found: dict[int, tuple[int, str]] = {}
-    for number, line in enumerate((folder / EVENTS).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(folder / EVENTS).splitlines(), start=1):
         try:
             event: dict[str, Any] = parse_json(line)
         except ValueError:  # the last line of a run that was killed
@@ -91,6 +91,6 @@ def _lines_by_step(folder: Path) -> dict[int, tuple[int, str]]:
 
 def _outcome(folder: Path) -> dict[str, Any]:
     try:
-        return parse_json((folder / OUTCOME).read_text(encoding="utf-8"))
+        return parse_json(read_text(folder / OUTCOME))
     except (OSError, ValueError):
         return {}

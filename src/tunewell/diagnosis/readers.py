@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+from tunewell.core.files import read_text
 from tunewell.records.events import as_number, read_events, with_numbers
 from tunewell.training.health import RunContext, StepMetrics
 
@@ -234,7 +235,7 @@ def read_log(text: str, *, every: int = 1) -> TrainingLog:
 def read_run(folder: Path) -> TrainingLog:
     """Read the steps and evaluations of a run folder of tunewell or of `HealthCallback`."""
     path = folder / "plan.json"
-    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    plan: dict[str, Any] = json.loads(read_text(path)) if path.is_file() else {}
     steps: list[StepMetrics] = []
     for event in read_events(folder / "events.jsonl"):
         if event["kind"] == "step":

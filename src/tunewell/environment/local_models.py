@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tunewell.core.files import parse_json
+from tunewell.core.files import parse_json, read_bytes, read_text
 from tunewell.core.model_files import WEIGHT_SUFFIXES
 from tunewell.core.ollama import PREFIX as OLLAMA
 from tunewell.core.ollama import list_ollama
@@ -86,7 +86,7 @@ def _in_lm_studio() -> Iterator[LocalModel]:
     homes = list(_LM_STUDIO)
     pointer = _POINTER.expanduser()
     if pointer.is_file():
-        homes.insert(0, Path(pointer.read_text(encoding="utf-8", errors="replace").strip() or "~/.lmstudio"))
+        homes.insert(0, Path(read_text(pointer, errors="replace").strip() or "~/.lmstudio"))
     for home in homes:
         for path in _sorted(home.expanduser() / "models", "*/*/*.gguf"):
             if not _NOT_A_MODEL.search(path.name):
@@ -120,7 +120,7 @@ def _folder(folder: Path, name: str, where: Where) -> LocalModel | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value: Any = parse_json(path.read_bytes())
+        value: Any = parse_json(read_bytes(path))
     except (OSError, ValueError):
         return {}
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}

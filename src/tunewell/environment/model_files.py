@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import open_file, parse_json, read_bytes
 from tunewell.core.gguf import read_tensor_table
 from tunewell.core.model_files import WEIGHT_SUFFIXES
 from tunewell.environment.facts import ModelState
@@ -84,7 +84,7 @@ def _num_elements(path: Path) -> int:
     try:
         if path.suffix == ".gguf":
             return sum(math.prod(entry.shape) for entry in read_tensor_table(path))
-        with path.open("rb") as file:
+        with open_file(path) as file:
             entries: Any = parse_json(file.read(_header_size(file.read(8))))
         return sum(math.prod(entry["shape"]) for name, entry in entries.items() if name != "__metadata__")
     except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError):
@@ -93,7 +93,7 @@ def _num_elements(path: Path) -> int:
 
 def _json(path: Path) -> Any:
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(read_bytes(path))
     except (OSError, ValueError):
         return None
 
@@ -118,7 +118,7 @@ def folder_damage(folder: Path, *, is_fast: bool = False) -> Iterator[tuple[str,
 
 def _indexed(index: Path) -> set[str] | None:
     try:
-        value: Any = parse_json(index.read_bytes())
+        value: Any = parse_json(read_bytes(index))
         return set(value["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -131,7 +131,7 @@ def weight_problem(path: Path, *, is_fast: bool = False) -> str | None:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
             head = file.read(64)
             if problem := _head_problem(head):
                 return problem
@@ -147,7 +147,7 @@ def weight_problem(path: Path, *, is_fast: bool = False) -> str | None:
 
 def _text_problem(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return _head_problem(file.read(64))
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"

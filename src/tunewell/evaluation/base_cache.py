@@ -19,7 +19,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from tunewell import __version__
-from tunewell.core.files import cache_folder, sha256_file, stable_json, write_atomic
+from tunewell.core.files import cache_folder, open_file, sha256_file, stable_json, write_atomic
 from tunewell.core.presets import is_preset
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
 from tunewell.evaluation.scores import ModelOutputs
@@ -87,7 +87,7 @@ class BaseCache:
         if self._path is None or not self._path.is_file():
             return None
         try:
-            with np.load(self._path, allow_pickle=False) as file:
+            with open_file(self._path) as stored, np.load(stored, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             outputs = ModelOutputs(
                 held_out=_losses(arrays, "held_out"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count, percent
 from tunewell.evaluation.answer_keys import polarity
@@ -34,7 +35,7 @@ def read_labels(path: str | Path) -> list[LabelledAnswer]:
     """Read JSON lines with `question`, `reference`, `answer` and `right`; raise UserError if there are too few."""
     found: list[LabelledAnswer] = []
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = read_text(Path(path).expanduser()).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"`{path}` cannot be read: {error}", fix="give a file of labelled answers") from error
     for number, line in enumerate(lines, 1):

@@ -11,6 +11,7 @@ import yaml
 from tunewell import __version__
 from tunewell.config.extensions import METHODS
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_text
 from tunewell.core.gguf import read_metadata
 from tunewell.core.model_files import ModelFiles, hub_is_out_of_reach, locate
 from tunewell.core.redact import redact
@@ -214,7 +215,7 @@ def _from_license_file(files: ModelFiles) -> str | None:
     path = next((path for name in _LICENSE_FILES if (path := _find_file(files, name))), None)
     if path is None:
         return None
-    head = " ".join(path.read_text(encoding="utf-8", errors="replace")[:_HEAD_CHARS].lower().split())
+    head = " ".join(read_text(path, errors="replace")[:_HEAD_CHARS].lower().split())
     return next((spdx for pattern, spdx in _SPDX_IDS if re.search(pattern, head)), "other")
 
 

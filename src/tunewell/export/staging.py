@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, is_disk_full, link_or_copy, parse_json, sha256_file, sync_folder
+from tunewell.core.files import FolderLock, is_disk_full, link_or_copy, parse_json, read_text, sha256_file, sync_folder
 from tunewell.core.units import size_bytes
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.checks import check_files
@@ -252,7 +252,7 @@ def _failed_path(out: Path) -> Path:
 
 def _is_parity(path: Path) -> bool:
     try:
-        return parse_json(path.read_text(encoding="utf-8"))["format"] == FORMAT
+        return parse_json(read_text(path))["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

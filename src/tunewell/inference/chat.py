@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import read_bytes, write_atomic
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import Message
 from tunewell.inference.chat_model import ChatModel
@@ -146,7 +146,7 @@ class Chat:
         if not num_answers:
             raise UserError("there is nothing to save yet")
         try:
-            old = path.read_bytes() if path.exists() else b""
+            old = read_bytes(path) if path.exists() else b""
             if self._saved is not None and self._saved[0] == path.resolve():
                 # Remove only our own row, because others may have appended to the file since then.
                 old = old.replace(self._saved[1], b"", 1)

@@ -15,7 +15,7 @@ from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import read_yaml
 from tunewell.core.catalogue import close_models
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.core.files import is_url
+from tunewell.core.files import is_url, read_text
 from tunewell.core.ollama import PREFIX as OLLAMA
 from tunewell.core.optional import direct_url
 from tunewell.core.redact import redact
@@ -44,7 +44,7 @@ def make_portable(loaded: LoadedConfig) -> PortableConfig:
     Raises UserError for a glob outside the folder, or if the config is invalid without its secrets.
     """
     assert loaded.file is not None
-    text = "\n".join(loaded.file.read_text(encoding="utf-8-sig").splitlines()) + "\n"
+    text = "\n".join(read_text(loaded.file, encoding="utf-8-sig").splitlines()) + "\n"
     paths = _local_paths(loaded)
     renames = _names_inside([*paths, loaded.config.corpus, loaded.config.run])
     notes = [f"`{old}` is `{new}` in the notebook" for old, new in renames.items()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import open_file, parse_json, read_text
 from tunewell.core.gguf import TensorEntry, read_header
 from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, locate
 from tunewell.core.presets import PREFIX, find_preset, is_preset
@@ -48,7 +48,7 @@ def find_key_map(checkpoint: Path) -> KeyMap:
     if not path.is_file():
         return KeyMap()
     try:
-        return _key_map(parse_json(path.read_text(encoding="utf-8")))
+        return _key_map(parse_json(read_text(path)))
     except OSError as error:
         raise UserError(f"the key map cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, RecursionError, re.error) as error:
@@ -243,7 +243,7 @@ def weight_files(model: str, files: ModelFiles | None = None) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if index.is_file():
-            parts = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
+            parts = parse_json(read_text(index))["weight_map"].values()
             return [folder / part for part in sorted(set(parts))]
     kinds = ("*.safetensors", "*.bin", "*.gguf")
     return next((found for kind in kinds if (found := sorted(folder.glob(kind)))), [])
@@ -252,7 +252,7 @@ def weight_files(model: str, files: ModelFiles | None = None) -> list[Path]:
 def _hash_file(digest: "hashlib._Hash", file: Path) -> None:
     size = file.stat().st_size
     digest.update(size.to_bytes(8, "little"))
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         if size <= _WHOLE_BYTES:
             digest.update(opened.read())
             return

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_text
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.presets import find_preset, is_preset, llama_settings
 from tunewell.models import attention as packed_attention
@@ -122,7 +123,7 @@ def read_vocabulary(folder: Path, added_tokens: tuple[str, ...] = ()) -> Vocabul
     backend = Tokenizer.from_file(str(path))
     ids = backend.get_vocab(with_added_tokens=True)
     config_path = folder / "tokenizer_config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    config = json.loads(read_text(config_path)) if config_path.is_file() else {}
     named = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
     special = {name: ids[token] for name, token in contents.items() if token in ids}

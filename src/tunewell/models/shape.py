@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import open_file, parse_json
 from tunewell.core.gguf import read_header
 from tunewell.core.model_files import WEIGHT_SUFFIXES, locate
 from tunewell.core.presets import find_preset, is_preset, llama_settings
@@ -194,7 +194,7 @@ def _safetensors_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
         if file.suffix != ".safetensors":
             return {}
         try:
-            with file.open("rb") as opened:
+            with open_file(file) as opened:
                 [size] = struct.unpack("<Q", opened.read(8))
                 header = parse_json(opened.read(size)) if size <= _MAX_HEADER_BYTES else {}
             entries = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import parse_json, read_text
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _FIX = "copy or download the adapter again"
@@ -16,7 +16,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"`{folder}` does not contain an adapter", where=f"`{path}` not found")
     try:
-        config: object = parse_json(path.read_text(encoding="utf-8"))
+        config: object = parse_json(read_text(path))
     except ValueError as error:
         raise UserError(f"`{path}` is damaged", where=str(error), fix=_FIX) from error
     if not isinstance(config, dict):

@@ -6,7 +6,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import parse_json, read_bytes
 
 
 class Record(BaseModel):
@@ -23,12 +23,16 @@ class FileRecord(Record):
     sha256: str
 
 
+class DamagedRecord(UserError):
+    """Raised for a record that cannot be parsed."""
+
+
 R = TypeVar("R", bound=Record)
 
 
 def read_record(path: Path, kind: type[R]) -> R:
     """Read a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
-    return parse_record(path.read_bytes(), kind, str(path))
+    return parse_record(read_bytes(path), kind, str(path))
 
 
 def parse_record(data: bytes | str, kind: type[R], name: str) -> R:
@@ -40,7 +44,7 @@ def parse_record(data: bytes | str, kind: type[R], name: str) -> R:
             raise UserError(what, fix="pip install --upgrade tunewell")
         return kind.model_validate(raw)
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
+        raise DamagedRecord(
             f"`{name}` is damaged",
             where=str(error).splitlines()[0],
             fix="restore it from a backup, or go on without its folder",

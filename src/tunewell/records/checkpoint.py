@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, sha256_file, sha256_text, stable_json, write_synced
+from tunewell.core.files import parse_json, read_bytes, sha256_file, sha256_text, stable_json, write_synced
 from tunewell.core.units import count
 from tunewell.records.base import FileRecord, Record
 from tunewell.records.events import plain
@@ -146,7 +146,7 @@ def _require_equal(expected: FileRecord, size: int, digest: str, *, folder: Path
 
 def _read(folder: Path, name: str) -> bytes:
     try:
-        return (folder / name).read_bytes()
+        return read_bytes(folder / name)
     except FileNotFoundError:
         raise damaged(folder, name, "is missing") from None
     except OSError as error:

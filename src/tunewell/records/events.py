@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, sync_folder, write_all, write_atomic
+from tunewell.core.files import open_file, open_handle, parse_json, read_bytes, sync_folder, write_all, write_atomic
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.records.base import FileRecord
@@ -35,7 +35,10 @@ class EventLog:
         self._waiting = b""
         self._guard = threading.Lock()  # the thread that saves checkpoints also logs
         self._handle = self._open()
-        written = path.read_bytes()
+        written = read_bytes(path)
+        if written.strip(b"\0") and not written.startswith(b"{") and not any(map(_parse, written.splitlines())):
+            os.close(self._handle)
+            raise UserError(f"`{path}` is not a log of tunewell", fix=f"move `{path}` away: a log belongs there")
         whole = written[: written.rfind(b"\n") + 1]
         if len(whole) < len(written):  # after a partial line, the next event starts on a new line
             os.ftruncate(self._handle, len(whole))
@@ -81,7 +84,7 @@ class EventLog:
         A line without a `step` belongs to the step of the previous line.
         """
         with self._guard:
-            lines = (self.path.read_bytes() + self._waiting).split(b"\n")[:-1]
+            lines = (read_bytes(self.path) + self._waiting).split(b"\n")[:-1]
             events = [_parse(line) for line in lines]
             kept: list[bytes] = []
             at = 0
@@ -115,7 +118,7 @@ class EventLog:
 
     def _open(self) -> int:
         is_new = not self.path.exists()
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+        handle = open_handle(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         if is_new:
             sync_folder(self.path.parent)
         return handle
@@ -148,7 +151,7 @@ class FilePrefix:
 
 def begins_as(path: Path, written: FileRecord) -> bool:
     """Return whether the first bytes of a file are those that `EventLog.written` described."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.sha256(file.read(written.bytes)).hexdigest() == written.sha256
 
 
@@ -156,7 +159,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """Return all events except a truncated last one; raise UserError if the file is missing or damaged."""
     if not path.is_file():
         raise UserError(f"there is no `{path.name}`", where=f"expected `{path}`")
-    events = [_parse(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    events = [_parse(line) for line in read_bytes(path).split(b"\n")[:-1]]
     if None in events[:-1]:
         raise UserError(f"line {events.index(None) + 1:,} of `{path.name}` is damaged", where=str(path))
     return [event for event in events if event is not None]
@@ -165,7 +168,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 def last_step(path: Path) -> int | None:
     """Return the number of the last intact `step` event, or None if there is no such event."""
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_bytes(path).split(b"\n")[:-1]
     except OSError:
         return None
     events = (_parse(line) for line in reversed(lines))

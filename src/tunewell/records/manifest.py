@@ -6,7 +6,7 @@ from typing import Any, cast
 from pydantic import Field
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, sha256_text, stable_json, write_atomic
+from tunewell.core.files import parse_json, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.units import count, percent
 from tunewell.records.base import FileRecord, Record
 
@@ -328,7 +328,7 @@ def read_manifest(folder: Path) -> Manifest:
         what = f"`{folder}` is not a finished corpus" if folder.is_dir() else f"there is no corpus `{folder}`"
         raise UserError(what, where=f"expected `{path}`", fix="run `tunewell prepare`")
     try:
-        raw = parse_json(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_text(path))
         record = cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
         is_ours = record.get("format") == FORMAT
         if is_ours and record.get("format_version", 0) > FORMAT_VERSION:

@@ -105,7 +105,7 @@ class RetrievalChat:
             raise UserError("the question is empty", fix="write a question in quotes")
         earlier = [turn["content"] for turn in self.reader.messages if turn["role"] == "user"]
         found, is_answerable = self.finder.find(question, earlier)
-        self.answer = answer = IndexAnswer(question)
+        self.answer = answer = IndexAnswer(question, warnings=[*self.finder.retriever.notes])
         if not is_answerable:
             answer.refused, answer.answer, answer.because = True, NOT_FOUND, _TOO_FAR
             answer.sources = _sources(found, answer)
@@ -215,7 +215,7 @@ def source_rows(found: Sequence[Found]) -> list[dict[str, Any]]:
 def _sources(found: Sequence[Found], answer: IndexAnswer) -> list[Source]:
     passages: list[Passage] = [one.passage for one in found]
     claims = check_claims(answer.answer, passages)
-    answer.warnings = [f"[{number}] is not one of the {count(len(found))} sources" for number in claims.unknown]
+    answer.warnings += [f"[{number}] is not one of the {count(len(found))} sources" for number in claims.unknown]
     answer.warnings += [f"the quote “{quote}” is in no source" for quote in claims.false_quotes]
     return [
         Source(

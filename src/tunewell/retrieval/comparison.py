@@ -44,7 +44,7 @@ def compare_answers(
     questions = [key.question for key in exam.keys]
     indexes = []
     for name, (_, retriever) in zip(_index_names([address for address, _ in opened]), opened, strict=True):
-        notes += _tuning_notes(name, retriever, exam)
+        notes += [*retriever.notes, *_tuning_notes(name, retriever, exam)]
         listen = with_stage(progress, f"searching {name}: {count(len(questions), 'question')}")
         finder = key_finder(exam.keys)
         found = search_all(retriever, questions, finder, num_passages=options.num_passages, progress=listen)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import open_file
 from tunewell.core.registry import Entry, Registry
 from tunewell.core.units import count
 from tunewell.retrieval.readers.blocks import ParsedDocument, Unreadable
@@ -160,7 +161,8 @@ def read_bytes(file: FoundFile) -> tuple[bytes, str]:
             raise Unreadable("unreadable")
         if file.path.stat().st_size > _MAX_BYTES:
             raise Unreadable("too_large")
-        data = file.path.read_bytes()
+        with open_file(file.path) as stream:
+            data = stream.read()
     except OSError as error:
         raise Unreadable("unreadable", error.strerror or "") from None
     if not data.strip():

@@ -20,17 +20,16 @@ import numpy as np
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.core.files import cache_folder, disk_full_as_user_error, make_private, sha256_text
+from tunewell.core.files import cache_folder, disk_full_as_user_error, make_private, open_file, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
-from tunewell.records.index import DocumentCounts, EmbedderRecord, IndexManifest, SearchSettings
+from tunewell.records.index import DamagedIndex, DocumentCounts, EmbedderRecord, IndexManifest, SearchSettings
 from tunewell.records.plan import Chosen
 from tunewell.retrieval.documents import DocumentLedger, FoundFile, find_documents, parse, read_bytes
 from tunewell.retrieval.embedders.base import Embedder
 from tunewell.retrieval.passages import Passage, cut
 from tunewell.retrieval.readers.blocks import Unreadable
 from tunewell.retrieval.stores.base import (
-    DamagedIndex,
     IndexedDocument,
     Store,
     parse_passage,
@@ -85,7 +84,8 @@ def build_index(
         work = _work_folder(address)
         with disk_full_as_user_error(work, lambda: 1 << 30):
             spool = Spool(work)
-            notes += _read_all(files, spool, ledger, embedder, old, progress)
+            reused = old if old is not None and old.manifest.has_hashes else None
+            notes += _read_all(files, spool, ledger, embedder, reused, progress)
             if not len(spool):
                 skipped = ", ".join(f"{number} {reason}" for reason, number in ledger.skipped.items())
                 raise UserError(
@@ -94,7 +94,7 @@ def build_index(
                     fix="scanned documents need OCR first; damaged ones must be saved again",
                 )
             chosen_language = _language(language, spool)
-            embedded, seconds = _embed(spool, work, embedder, old, progress)
+            embedded, seconds = _embed(spool, work, embedder, reused, progress)
         if old is not None:
             old.close()
         manifest = IndexManifest(
@@ -113,6 +113,7 @@ def build_index(
             ),
             settings=old.manifest.settings if old is not None else _default_settings(embedder),
             documents_sha256=sha256_text(*(part for entry in spool.documents for part in (entry.name, entry.sha256))),
+            arguments=[*paths, "--embedder", embedder.name, "--language", language],
             seconds=((old.manifest.seconds or 0.0) if old is not None else 0.0) + time.perf_counter() - began,
         )
         manifest = store.write(address, spool, manifest, progress=progress)
@@ -173,7 +174,7 @@ class Spool:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "passages.jsonl"
-        self._file: BinaryIO | None = self._path.open("wb")
+        self._file: BinaryIO | None = open_file(self._path, "wb")
         self._seen: set[bytes] = set()
         self.keys: list[bytes] = []
         self.documents: list[IndexedDocument] = []
@@ -200,7 +201,7 @@ class Spool:
         if self._file is not None:
             self._file.close()
             self._file = None
-        with self._path.open("rb") as lines:
+        with open_file(self._path) as lines:
             yield from map(parse_passage, lines)
 
 
@@ -259,6 +260,7 @@ def _embed(
     cache = VectorCache(work, embedder)
     known = old.keys() if old is not None else {}
     path = work / "vectors.npy"
+    path.unlink(missing_ok=True)  # numpy would write through a link
     spool.vectors = np.lib.format.open_memmap(path, "w+", np.float32, (len(spool), embedder.dimension))
     _reserve(path)
     missing = [key for key in spool.keys if key not in known and key not in cache.numbers]
@@ -303,7 +305,7 @@ def _embed(
 def _reserve(path: Path) -> None:
     """Reserve the disk space of a file: writing to a memory-mapped file on a full disk would kill the process."""
     if hasattr(os, "posix_fallocate"):
-        with path.open("r+b") as file:
+        with open_file(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
@@ -315,20 +317,20 @@ class VectorCache:
         self._keys = folder / f"{embedder.sha256[:16]}.keys"
         self._vectors = folder / f"{embedder.sha256[:16]}.vectors"
         for path in (self._keys, self._vectors):
-            path.touch()
+            open_file(path, "ab").close()
         width = 4 * self._dimension
         number = min(self._keys.stat().st_size // 32, self._vectors.stat().st_size // width)
         for path, size in ((self._keys, 32), (self._vectors, width)):
-            with path.open("r+b") as file:
+            with open_file(path, "r+b") as file:
                 file.truncate(number * size)
         keys = self._keys.read_bytes()
         self.numbers = {keys[32 * place : 32 * place + 32]: place for place in range(number)}
 
     def append(self, keys: list[bytes], vectors: np.ndarray) -> None:
         """Append vectors. The keys are written last: a vector without a key is cut off by the next run."""
-        with self._vectors.open("ab") as file:
+        with open_file(self._vectors, "ab") as file:
             file.write(np.ascontiguousarray(vectors, np.float32).tobytes())
-        with self._keys.open("ab") as file:
+        with open_file(self._keys, "ab") as file:
             file.write(b"".join(keys))
         for key in keys:
             self.numbers[key] = len(self.numbers)

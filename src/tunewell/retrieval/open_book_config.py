@@ -9,7 +9,7 @@ from typing import Any
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
-from tunewell.core.files import is_url, sha256_text, stable_json, write_atomic
+from tunewell.core.files import is_url, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.sources.base import find_files
@@ -69,7 +69,7 @@ def _folder(loaded: LoadedConfig) -> Path:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        return json.loads(read_text(folder / _RECORD))
     except (OSError, ValueError):
         return {}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError, close_names
-from tunewell.core.files import stable_json, write_atomic
+from tunewell.core.files import read_text, stable_json, write_atomic
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
 from tunewell.models.base_content import content_changes, read_content
@@ -60,7 +60,7 @@ class RunFolder:
         if self.run_dir is not None:
             text = dump_config(loaded, argv)
             path = self.run_dir.path / RUN_CONFIG
-            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            if not path.is_file() or read_text(path) != text:
                 self.run_dir.write(RUN_CONFIG, text)
 
     def keep(self) -> None:
@@ -124,7 +124,7 @@ def _document_hashes(corpus: Corpus) -> Iterator[tuple[_DocumentKey, str]]:
 
 def _read_document_hashes(folder: Path) -> dict[_DocumentKey, str]:
     try:
-        lines = (folder / DOCUMENTS).read_text(encoding="utf-8").splitlines()
+        lines = read_text(folder / DOCUMENTS).splitlines()
     except OSError:
         return {}
     fields = [line.rsplit("\t", 3) for line in lines]

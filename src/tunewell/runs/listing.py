@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from tunewell.core.errors import UserError, close_names, did_you_mean
-from tunewell.core.files import running_owner
+from tunewell.core.files import open_file, read_bytes, running_owner
 from tunewell.records.events import as_number
 from tunewell.records.plan import PLAN
 from tunewell.records.report import REPORT
@@ -181,7 +181,7 @@ def _sort_key(name: str) -> Callable[[RunSummary], Any]:
 def read_object(path: Path) -> dict[str, Any] | None:
     """Return a JSON object, or None if the file is missing, damaged or something else."""
     try:
-        value = orjson.loads(path.read_bytes())
+        value = orjson.loads(read_bytes(path))
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -203,7 +203,7 @@ def tail_events(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]
 
 def _tail(path: Path, num_bytes: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
             return file.read()
     except OSError:

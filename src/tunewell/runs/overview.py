@@ -11,7 +11,7 @@ from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.open_points import open_points
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
-from tunewell.core.files import running_owner
+from tunewell.core.files import read_text, running_owner
 from tunewell.core.units import count
 from tunewell.data.sources.base import detect_format
 from tunewell.records.base import read_record
@@ -163,7 +163,7 @@ def _resume_command(run: Path, base: Path, loaded: LoadedConfig | None) -> str:
 def _has_options(config: Path) -> bool:
     """Return True if a run was started with options that change its settings; its command is in the first line."""
     try:
-        first, *_ = config.read_text(encoding="utf-8").split("\n", 1)
+        first, *_ = read_text(config).split("\n", 1)
         words = shlex.split(first.removeprefix("# "))
     except (OSError, ValueError):
         return False

@@ -17,7 +17,7 @@ from typing import Any
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
-from tunewell.core.files import cache_folder, sha256_text, stable_json, write_atomic
+from tunewell.core.files import cache_folder, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count
 from tunewell.hardware.facts import installed_versions
@@ -245,7 +245,7 @@ def _key(loaded: LoadedConfig, plan: Plan, outlook: Outlook) -> str:
 def _read_cache(key: str) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         if (folder := cache_folder("probes")) is not None:
-            found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+            found = json.loads(read_text(folder / f"{key}.json"))
             return found if isinstance(found, dict) and "warm_up" in (found.get("eager") or {}) else None
     return None
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.errors import UserError
-from tunewell.core.files import cached_by_stamp, parse_json, sha256_file
+from tunewell.core.files import parse_json, read_text
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
@@ -213,7 +213,7 @@ def _proof_of(artefact: Path) -> Proof | None:
     proof = read_proof(folder)
     hashes = {folder / name: sha256 for own in proof.artefacts for name, sha256 in own.sha256s.items()}
     for file in (path, *path.glob("*.safetensors")):
-        if file in hashes and cached_by_stamp("exports", [file], partial(sha256_file, file)) != hashes[file]:
+        if file in hashes and sha256_once(file) != hashes[file]:
             raise UserError(
                 f"`{file.relative_to(folder)}` has changed since it was exported",
                 where=f"`{folder / PROOF}` has another hash of it",
@@ -227,7 +227,7 @@ def _added_tokens(folder: Path, base: str) -> tuple[str, ...]:
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" not in name]  # noqa: SIM118
-        added = parse_json((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
+        added = parse_json(read_text(folder / "tokenizer.json")).get("added_tokens") or []
     except (SafetensorError, ValueError):
         return ()  # loading the adapter reports the damage
     num_rows = max((shape[0] for shape in shapes if len(shape) == 2), default=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import LoadedConfig
+from tunewell.core.files import open_file
 from tunewell.core.progress import Progress
 from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
@@ -166,7 +167,8 @@ class Pulse:
             return
         text = json.dumps(redact({"time": round(time.time(), 3), "pid": os.getpid(), **self._activity}))
         with suppress(OSError):  # a full disk; the run itself reports it
-            self._path.write_text(text + "\n", encoding="utf-8")
+            with open_file(self._path, "w") as file:
+                file.write(text + "\n")
 
 
 class MetricsRecorder:

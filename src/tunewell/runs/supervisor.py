@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 # Nothing else is imported before the run is started: its own start takes seconds.
 from tunewell.core.errors import UserError
+from tunewell.core.files import write_atomic
 from tunewell.core.units import count
 from tunewell.runs.hang_monitor import HangMonitor, process_cpu_seconds
 
@@ -162,7 +163,7 @@ def _run_child(
                 folder, _ = settings()
                 _dump_stacks_and_kill(child)
                 stacks.seek(0)
-                (folder / STACKS).write_bytes(stacks.read())
+                write_atomic(folder / STACKS, stacks.read())
             if monitor.exit_code is not None:  # the run had finished; printing or exiting may have failed
                 return monitor.exit_code, False
             return _EXIT_PIPE if child.returncode == -signal.SIGPIPE else child.returncode, has_hung

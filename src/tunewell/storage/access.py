@@ -6,7 +6,6 @@ Access keys stay in `Access.options`, which is passed to the storage library and
 import configparser
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,15 +16,35 @@ from tunewell.config.schema import Storage
 from tunewell.core.errors import UserError, did_you_mean
 from tunewell.storage.address import Address
 
-_METADATA_SERVICE = ("169.254.169.254", 80)
-_METADATA_SECONDS = 0.3
 _KEY_PAIR = ("access_key_id", "secret_access_key")
 _KEY_NAMES = (*_KEY_PAIR, "session_token")
-_ROLE_VARIABLES = (
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-)
+_IDENTITIES = {  # with all variables of a group, the storage library does not ask the metadata service
+    "s3": (
+        "AWS_WEB_IDENTITY_TOKEN_FILE AWS_ROLE_ARN",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    ),
+    "gs": (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "GOOGLE_SERVICE_ACCOUNT",
+        "GOOGLE_SERVICE_ACCOUNT_PATH",
+        "GOOGLE_SERVICE_ACCOUNT_KEY",
+        "SERVICE_ACCOUNT",
+    ),
+    "az": (
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_ACCESS_KEY",
+        "AZURE_STORAGE_MASTER_KEY",
+        "AZURE_STORAGE_SAS_KEY",
+        "AZURE_STORAGE_SAS_TOKEN",
+        "AZURE_STORAGE_TOKEN",
+        "AZURE_CLIENT_ID AZURE_CLIENT_SECRET AZURE_TENANT_ID",
+        "AZURE_CLIENT_ID AZURE_FEDERATED_TOKEN_FILE AZURE_TENANT_ID",
+        "AZURE_USE_AZURE_CLI",
+        "IDENTITY_ENDPOINT IDENTITY_HEADER",
+    ),
+}
+_GOOGLE_LOGIN = "~/.config/gcloud/application_default_credentials.json"
 _R2_ACCOUNT = ("R2_ACCOUNT_ID", "CLOUDFLARE_ACCOUNT_ID")
 CLIENT_OPTIONS: dict[str, Any] = {
     "connect_timeout": "5s",
@@ -60,7 +79,9 @@ def find_access(address: Address, settings: Storage, environ: Mapping[str, str] 
     if address.is_web:
         return Access(f"{address.scheme}://{address.bucket}", None, "none")
     if address.scheme in ("gs", "az"):  # the storage library reads their usual variables
-        return Access(None, None, "environment variables")
+        origin = _identity(address.scheme, settings, environ)
+        name = "Google Cloud Storage" if address.scheme == "gs" else "Azure Storage"
+        return Access(name, None, origin, {"skip_signature": True} if origin == "none" else {})
     profile = _read_profile(settings.profile or environ.get("AWS_PROFILE"), environ)
     keys, origin = _find_keys(address.scheme, settings, profile, environ)
     endpoint = settings.endpoint or _environment_endpoint(address.scheme, environ) or profile.get("endpoint_url")
@@ -99,11 +120,29 @@ def _find_keys(
             return found, f"the variables {prefix}ACCESS_KEY_ID and {prefix}SECRET_ACCESS_KEY"
     if has_profile:
         return own, f"profile `{environ.get('AWS_PROFILE', 'default')}`"
-    # A role of Amazon's cloud is of no use at another endpoint.
-    has_endpoint = settings.endpoint or _environment_endpoint(scheme, environ) or scheme == "r2"
-    if not has_endpoint and (any(environ.get(name) for name in _ROLE_VARIABLES) or _has_metadata_service(environ)):
-        return {}, "the role of this machine"
-    return {}, "none"
+    # A role of Amazon's cloud is of no use at another endpoint, unless the user asks for it.
+    has_endpoint = settings.endpoint or _environment_endpoint(scheme, environ)
+    if scheme == "r2" or (has_endpoint and settings.role is None):
+        return {}, "none"
+    return {}, _identity(scheme, settings, environ)
+
+
+def _identity(scheme: str, settings: Storage, environ: Mapping[str, str]) -> str:
+    """Return where the storage library finds an identity; `none` if it would ask the metadata service unasked."""
+    groups = () if environ.get("AZURE_CREDENTIAL_TYPE") == "managed_identity" else _IDENTITIES[scheme]
+    for group in groups:
+        if all(environ.get(name, "").lower() not in ("", "0", "false") for name in group.split()):
+            return f"the variable {group.replace(' ', ' and ')}"
+    if scheme == "gs" and Path(_GOOGLE_LOGIN).expanduser().is_file():
+        return f"`{_GOOGLE_LOGIN}`"
+    if settings.role is None:
+        return "none"
+    if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        raise UserError(
+            "`storage.role: instance` asks the metadata service, but AWS_EC2_METADATA_DISABLED forbids it",
+            fix="unset AWS_EC2_METADATA_DISABLED, or remove `storage.role`",
+        )
+    return "the role of this machine"
 
 
 def _environment_endpoint(scheme: str, environ: Mapping[str, str]) -> str | None:
@@ -158,14 +197,3 @@ def _read_profile(name: str | None, environ: Mapping[str, str]) -> dict[str, str
             fix=did_you_mean(dict.fromkeys(names), "add it with `aws configure --profile NAME`, or set access keys"),
         )
     return found
-
-
-def _has_metadata_service(environ: Mapping[str, str]) -> bool:
-    """Return whether this machine can have a role of Amazon's cloud. Without the service, requests for it take long."""
-    if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-        return False
-    try:
-        socket.create_connection(_METADATA_SERVICE, timeout=_METADATA_SECONDS).close()
-    except OSError:
-        return False
-    return True

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from tunewell.config.schema import Storage
 from tunewell.core.errors import UserError
-from tunewell.core.files import cache_folder, sha256_text, stable_json, write_atomic
+from tunewell.core.files import cache_folder, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.units import size_bytes
 from tunewell.storage.address import Address
 from tunewell.storage.store import RemoteObject
@@ -56,7 +56,7 @@ class ObjectCache:
     def find(self, key: str, entry: RemoteObject) -> tuple[Path, str] | None:
         """Return the path and the SHA-256 of a file with this stamp, or None if it is not cached or damaged."""
         try:
-            record = json.loads((self.folder / "files" / f"{key}.json").read_text(encoding="utf-8"))
+            record = json.loads(read_text(self.folder / "files" / f"{key}.json"))
             path = self._content(record["sha256"])
             stat = path.stat()
             is_same = record["stamp"] == entry.stamp and stat.st_size == record["bytes"] == entry.size
@@ -88,14 +88,17 @@ class ObjectCache:
 
     def save_listing(self, key: str, found: Sequence[RemoteObject]) -> None:
         """Store what an address matched, for `--offline`."""
-        entries = [[entry.address.key, entry.size, entry.stamp] for entry in found]
+        entries = [[entry.address.key, entry.size, entry.stamp, entry.host] for entry in found]
         write_atomic(self.folder / "listings" / f"{key}.json", json.dumps(entries))
 
     def load_listing(self, key: str, address: Address) -> list[RemoteObject] | None:
         """Return what an address matched when it was last listed, or None."""
         try:
-            entries = json.loads((self.folder / "listings" / f"{key}.json").read_text(encoding="utf-8"))
-            return [RemoteObject(address.with_key(name), size, stamp) for name, size, stamp in entries]
+            entries = json.loads(read_text(self.folder / "listings" / f"{key}.json"))
+            return [
+                RemoteObject(address.with_key(name), size, stamp, host="".join(host))
+                for name, size, stamp, *host in entries
+            ]
         except (OSError, ValueError, TypeError):
             return None
 
@@ -132,7 +135,7 @@ class ObjectCache:
         used: dict[Path, float] = dict.fromkeys(sizes, 0.0)
         for record in (self.folder / "files").glob("*.json"):
             try:
-                path = self._content(json.loads(record.read_text(encoding="utf-8"))["sha256"])
+                path = self._content(json.loads(read_text(record))["sha256"])
                 if path in used:
                     used[path] = max(used[path], record.stat().st_mtime)
                 elif not path.exists():  # else another process has added it since

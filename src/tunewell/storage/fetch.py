@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, is_disk_full
+from tunewell.core.files import FolderLock, is_disk_full, open_file
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import size_bytes
 from tunewell.storage.cache import ObjectCache, cache_key
@@ -218,7 +218,7 @@ def _checked_download(partial: Path, entry: RemoteObject, shared: _Download) -> 
 def _download(partial: Path, entry: RemoteObject, shared: _Download) -> tuple[str, str]:
     """Append the missing bytes of a file to `partial`; return the SHA-256 and the MD5 of the whole file."""
     sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-    with partial.open("a+b") as file:
+    with open_file(partial, "a+b") as file:
         size = _hash_start(file, entry.size, shared, sha256, md5)
         attempt = 0
         while size < entry.size:

@@ -16,10 +16,14 @@ _TEMPORARY_CODES = frozenset(
 _CONNECTION = re.compile(
     r"kind: (?:Connect|Interrupted|Timeout|Body|Decode|Request|IncompleteMessage)|(?<!Generic )HTTP error"
 )
-_SET_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or `storage.profile` to a profile in `~/.aws/credentials`"
-_SET_R2_KEYS = (
-    "set R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY, or `storage.profile` to a profile in `~/.aws/credentials`"
-)
+_PROFILE = "or `storage.profile` to a profile in `~/.aws/credentials`"
+_ROLE = "; on a cloud machine with a role, set `storage.role: instance`"
+_SET_KEYS = {
+    "s3": f"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, {_PROFILE}{_ROLE}",
+    "r2": f"set R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY, {_PROFILE}",
+    "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to a key file" + _ROLE,
+    "az": f"set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY{_ROLE}",
+}
 
 
 class Changed(UserError):
@@ -64,7 +68,7 @@ def changed(address: Address) -> Changed:
 def explain(error: Exception, address: Address, access: Access) -> UserError:
     """Return the UserError for an error of the storage library."""
     status, code = status_of(error), code_of(error)
-    where, keys = f"{address} at {access.shown_endpoint}", _SET_R2_KEYS if address.scheme == "r2" else _SET_KEYS
+    where, keys = f"{address} at {access.shown_endpoint}", _SET_KEYS.get(address.scheme, "")
     if status == 412 or code == "PreconditionFailed":
         return changed(address)
     if code == "NoSuchBucket" or (status == 404 and not address.key):
@@ -94,7 +98,7 @@ def explain(error: Exception, address: Address, access: Access) -> UserError:
         return UserError(
             f"the {which} is wrong ({access.origin})", where=where, fix=f"{keys}; check for a missing character"
         )
-    if status in (401, 403):
+    if status in (401, 403) or code == "PublicAccessNotPermitted":
         if access.origin == "none" and not address.is_web:
             return UserError(f"no access keys were found for `{address}`", where=access.shown_endpoint, fix=keys)
         who = "" if address.is_web else f" with the access keys of {access.origin}"

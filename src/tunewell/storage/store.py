@@ -16,6 +16,7 @@ from tunewell.core.optional import import_optional
 from tunewell.storage.access import CLIENT_OPTIONS, RETRY_CONFIG, Access, find_access
 from tunewell.storage.address import Address
 from tunewell.storage.problems import changed, explain, is_missing, is_range_refused, is_temporary, status_of
+from tunewell.storage.redirects import final_host
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ class RemoteObject:
     etag: str | None = None
     has_stamp: bool = True
     """False if the server gives neither: then the stamp is new at every listing, and the file is downloaded again."""
+    host: str = ""
+    """The host that a web address redirects to, if it is another one."""
 
     @property
     def name(self) -> str:
@@ -48,6 +51,7 @@ class RemoteStore:
     def __init__(self, address: Address, settings: Storage) -> None:
         self.address = address
         self.access: Access = find_access(address, settings)
+        self._host = final_host(str(address)) if address.is_web else ""
         store = import_optional("obstore.store", extra="remote", purpose=f"reading `{address.scheme}://`")
         options: dict[str, Any] = {**CLIENT_OPTIONS}
         if (self.access.endpoint or "").startswith("http://"):
@@ -64,7 +68,7 @@ class RemoteStore:
             return store.HTTPStore.from_url(f"{address.scheme}://{address.bucket}", **common)
         elif address.scheme in ("s3", "r2"):
             return store.S3Store(address.bucket, **self.access.options, **common)
-        return store.from_url(f"{address.scheme}://{address.bucket}", **common)
+        return store.from_url(f"{address.scheme}://{address.bucket}", **self.access.options, **common)
 
     def find(self, address: Address) -> RemoteObject | None:
         """Return one file, or None if it does not exist."""
@@ -157,4 +161,5 @@ class RemoteStore:
             etag or f"{time_text if has_stamp else time.time_ns()} {entry['size']}",
             None if is_weak else etag,
             has_stamp,
+            self._host if self._host != self.address.bucket else "",
         )

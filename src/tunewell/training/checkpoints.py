@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tunewell import __version__
-from tunewell.core.files import is_disk_full, publish_folder, recover_publish, sync_folder, write_synced
+from tunewell.core.files import is_disk_full, open_file, publish_folder, recover_publish, sync_folder, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count, size_bytes
 from tunewell.records.checkpoint import (
@@ -100,7 +100,7 @@ def _sha256(parts: list[bytes | memoryview]) -> str:
 def _is_equal(path: Path, start: int, part: bytes | memoryview) -> bool:
     """Return whether a file contains this part at its offset. numpy compares without holding the GIL."""
     expected, buffer = np.frombuffer(part, np.uint8), np.empty(_READ_BYTES, np.uint8)
-    with path.open("rb", buffering=0) as file:
+    with open_file(path, buffering=0) as file:
         file.seek(start)
         return all(
             np.array_equal(buffer[: file.readinto(buffer.data[: len(block)])], block)

@@ -23,7 +23,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import nn
 
-from tunewell.core.files import cache_folder, sha256_text, stable_json, write_atomic
+from tunewell.core.files import cache_folder, read_text, sha256_text, stable_json, write_atomic
 from tunewell.data.batches import DataOrder, FixedShape, micro_batches
 from tunewell.models.fp32_modules import compute_dtype
 from tunewell.models.load import count_parameters
@@ -147,7 +147,7 @@ def read_measured() -> dict[str, Any]:
     found: Any = None
     with suppress(OSError, ValueError):
         if (folder := cache_folder("compiled")) is not None:
-            found = json.loads((folder / _MEASURED).read_text(encoding="utf-8"))
+            found = json.loads(read_text(folder / _MEASURED))
     return found if isinstance(found, dict) else {}
 
 

@@ -114,7 +114,11 @@ def open_server(
         context_length=served.context_length,
         needs_token=token is not None,
         listens_on=f"{address.host} port {address.port}",
-        notes=[*model.notes, *([] if address.is_loopback else [_UNENCRYPTED])],
+        notes=[
+            *model.notes,
+            *(finder.retriever.notes if finder is not None else []),
+            *([] if address.is_loopback else [_UNENCRYPTED]),
+        ],
     )
     app = build_app(served, access=AccessRules(options.host, token, origins))
     return Server(info, make_server(app), address.listener)

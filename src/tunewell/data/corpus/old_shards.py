@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file
+from tunewell.core.files import open_file, read_text, sha256_file
 from tunewell.data.corpus.prepared import PreparedBlock
 from tunewell.data.corpus.tokenized_block import RowPipeline, TokenizedBlock, join_tokens, render_block
 from tunewell.data.rows.conversation import Rejected
@@ -333,7 +333,7 @@ def _manifest_of(path: Path) -> dict[str, Any]:
     """Return the manifest of a folder, or of the folder or two around a shard, or an empty one."""
     for folder in (path, *path.parents[:2]):
         with suppress(OSError, ValueError):
-            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            manifest = json.loads(read_text(folder / _MANIFEST))
             if isinstance(manifest, dict) and "format_version" in manifest:
                 return cast(dict[str, Any], manifest)
     return {}
@@ -374,7 +374,7 @@ def _check_manifest(path: str, manifest: dict[str, Any], version: str, files: Se
         if "sha256" in record and record["sha256"] != sha256_file(shard):
             raise _wrong_manifest(path, f"`{name}` has another hash than it lists")
         if expected is not None and not shard.name.endswith((".gz", ".zst")):
-            with shard.open("rb") as stream:
+            with open_file(shard) as stream:
                 num_rows = sum(1 for line in stream if line.strip())
             if num_rows != expected:
                 raise _wrong_manifest(path, f"`{name}` has {num_rows:,} rows, and it lists {expected:,}")

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_text
+from tunewell.core.files import read_bytes, sha256_text
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
 from tunewell.data.masking.masker import Masker
@@ -152,7 +152,7 @@ def _as_bytes(digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
 def find_prepared(path: str, base: Path) -> list[SourceFile] | None:
     """Return the parts of a prepared corpus, or None if the path is not the folder of a corpus."""
     folder = None if is_url(path) else base / Path(path).expanduser()
-    if folder is None or not (folder / MANIFEST).is_file() or FORMAT.encode() not in (folder / MANIFEST).read_bytes():
+    if folder is None or not (folder / MANIFEST).is_file() or FORMAT.encode() not in read_bytes(folder / MANIFEST):
         return None
     corpus = open_corpus(folder, verify=True)
     sources = corpus.manifest.sources

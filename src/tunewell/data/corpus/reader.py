@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file, sha256_text
+from tunewell.core.files import open_file, sha256_once, sha256_text
 from tunewell.core.optional import import_optional
 from tunewell.data.sources.arrow import Lists, read_columns, read_lists
 from tunewell.records.base import Record
@@ -230,7 +230,7 @@ class Corpus(Split):
 
     def _records(self, name: str, kind: type[R]) -> Iterator[R]:
         if name in self.manifest.files:
-            with (self.path / name).open(encoding="utf-8") as lines:
+            with open_file(self.path / name, "r", encoding="utf-8") as lines:
                 for line in lines:
                     yield kind.model_validate_json(line)
 
@@ -238,7 +238,7 @@ class Corpus(Split):
         """Compare the hash of every file with the manifest; raise UserError for the first difference."""
         self.check_sizes()
         for name, record in self.manifest.files.items():
-            if _hash_once(self.path / name) != record.sha256:
+            if sha256_once(self.path / name) != record.sha256:
                 raise _damaged(self.path / name)
 
     def check_sizes(self) -> None:
@@ -265,18 +265,6 @@ def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = Fal
 
 def _read_digests(path: Path, *, in_memory: bool) -> npt.NDArray[np.uint64]:
     return np.load(path, mmap_mode=None if in_memory else "r", allow_pickle=False)
-
-
-_hashes: dict[Path, tuple[tuple[int, ...], str]] = {}
-
-
-def _hash_once(path: Path) -> str:
-    """Return the hash of a file. A file is hashed again in this process only if its stamp has changed."""
-    stat = path.stat()
-    stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-    if (known := _hashes.get(path)) is None or known[0] != stamp:
-        _hashes[path] = known = (stamp, sha256_file(path))
-    return known[1]
 
 
 def _damaged(path: Path) -> UserError:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tunewell.config.schema import Clean
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_text, write_atomic
+from tunewell.core.files import open_file, sha256_text, write_atomic
 from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
 from tunewell.data.masking.masker import Masker, Plan
 from tunewell.data.rows.cleaning import DIGEST_BYTES, Digests, clean, find_possible_secrets, find_secrets
@@ -101,7 +101,7 @@ def save_tokenized(path: Path, block: TokenizedBlock) -> None:
 def load_tokenized(path: Path) -> TokenizedBlock | None:
     """Load a cached block, or return None if it does not exist. A damaged file is deleted and counts as missing."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with open_file(path) as file, np.load(file, allow_pickle=False) as stored:
             arrays: dict[str, Any] = {name: stored[name] for name in _ARRAYS}
             supervised = np.unpackbits(stored["learned"], count=len(arrays["tokens"])).astype(bool)
             meta = json.loads(stored["meta"].tobytes().decode("utf-8", "surrogatepass"))

@@ -24,6 +24,7 @@ from tunewell.core.files import (
     sha256_text,
     stable_json,
     sync_tree,
+    write_atomic,
 )
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
@@ -248,7 +249,7 @@ class CorpusOutput:
         try:
             make_private(self.work_dir.parent)
             make_private(self.work_dir)
-            (self.work_dir.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+            write_atomic(self.work_dir.parent / ".gitignore", "*\n")
         except OSError as error:
             if is_disk_full(error):
                 raise

@@ -14,7 +14,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_text
+from tunewell.core.files import read_bytes, sha256_text
 from tunewell.data.rows.conversation import is_list, is_object
 
 
@@ -118,7 +118,7 @@ def load_row_function(reference: str, *, batch: int | None, base: Path) -> RowFu
     if not file_name or not path.is_file():
         raise UserError(f"there is no `{reference}`", fix="write it as `file.py:function`, relative to the config")
     try:
-        source = path.read_bytes()
+        source = read_bytes(path)
         module = _run(path, source)
     except (Exception, SystemExit) as error:
         raise UserError(

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_bytes
 from tunewell.data.rows.conversation import Rejected, map_leaves
 from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.base import SourceFile
@@ -180,7 +181,7 @@ def read_columns(path: Path, *, in_memory: bool) -> dict[str, npt.NDArray[Any]]:
 
 def _source(path: Path, in_memory: bool) -> Any:
     """Open a file. If it is memory-mapped, pages are read on access and evicted when memory is low."""
-    return pa.BufferReader(path.read_bytes()) if in_memory else pa.memory_map(str(path))
+    return pa.BufferReader(read_bytes(path)) if in_memory else pa.memory_map(str(path))
 
 
 # Convert without a copy. pyarrow's own conversions import pandas, which takes half a second.

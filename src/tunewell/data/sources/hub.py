@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 import yaml
 
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.core.files import sha256_file
+from tunewell.core.files import open_file, read_text, sha256_file, write_atomic
 from tunewell.core.model_files import hub_is_out_of_reach
 from tunewell.core.progress import Progress
 from tunewell.data.sources.base import SourceOptions, detect_format
@@ -95,7 +95,7 @@ class HubFile:
 
     def open(self) -> BinaryIO:
         """Open the copy in the hub's cache; download it first if necessary."""
-        return self._fetch().open("rb")
+        return open_file(self._fetch())
 
     def _fetch(self) -> Path:
         if self.path not in self.repository.fetched:
@@ -176,7 +176,7 @@ def _cache_folder(name: str) -> Path:
 
 def _cached_commit(name: str, revision: str) -> str | None:
     path = _cache_folder(name) / "refs" / revision
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    return read_text(path).strip() if path.is_file() else None
 
 
 def _save_reference(name: str, revision: str, commit: str) -> None:
@@ -184,7 +184,7 @@ def _save_reference(name: str, revision: str, commit: str) -> None:
     if not _COMMIT.fullmatch(revision):
         path = _cache_folder(name) / "refs" / revision
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(commit, encoding="utf-8")
+        write_atomic(path, commit)
 
 
 def _hub_is_offline() -> bool:
@@ -240,7 +240,7 @@ def _card_configs(repository: _Repository) -> list[dict[str, Any]]:
     if _CARD not in repository.files:
         return []
     try:
-        text = repository.fetch(_CARD).read_text(encoding="utf-8", errors="replace")
+        text = read_text(repository.fetch(_CARD), errors="replace")
         head = text.split("---", 2)[1] if text.startswith("---") else ""
         configs = cast(dict[str, Any], yaml.safe_load(head) or {}).get("configs")
     except (UserError, OSError, IndexError, yaml.YAMLError, AttributeError):

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import HUB_ID, parse_json
+from tunewell.core.files import HUB_ID, open_file, parse_json, read_text
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import is_list, is_object
 from tunewell.data.sources.base import READABLE, SourceOptions, detect_format
@@ -86,7 +86,7 @@ class LocalFile:
 
     def open(self) -> BinaryIO:
         """Open the file for reading."""
-        return self.path.open("rb")
+        return open_file(self.path)
 
     def size(self) -> int:
         """Return the size in bytes."""
@@ -229,7 +229,7 @@ def _saved_dataset(folder: Path) -> list[Path] | None:
 
 def _read_listing(path: Path, key: str) -> list[Any]:
     try:
-        listing: object = parse_json(path.read_text(encoding="utf-8"))[key]
+        listing: object = parse_json(read_text(path))[key]
         if not is_list(listing) or (key != "splits" and not all(is_object(entry) for entry in listing)):
             raise TypeError(f"`{key}` is not a list")
     except (OSError, ValueError, KeyError, TypeError) as error:

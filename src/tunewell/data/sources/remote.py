@@ -87,8 +87,12 @@ class RemoteFile:
         return self.batch.fetch(self.entry)[1]
 
     def version(self) -> str:
-        """Return the ETag, or the time of the last change and the size; empty if the server reports neither."""
-        return self.entry.stamp.strip('"') if self.entry.has_stamp else ""
+        """Return the ETag, or the time of the last change and the size; empty if the server reports neither.
+
+        It ends in the host that sent the file, if the server redirected to it.
+        """
+        host = f" from {self.entry.host}" if self.entry.host else ""
+        return self.entry.stamp.strip('"') + host if self.entry.has_stamp else ""
 
 
 def _list(store: RemoteStore, address: Address) -> list[RemoteObject]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_bytes
 from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -44,7 +45,7 @@ class SentencePieceModel:
 def read_model(path: Path) -> SentencePieceModel:
     """Read a `.model` file; raise UserError if it is damaged or not a SentencePiece model."""
     try:
-        model = _parse(path.read_bytes())
+        model = _parse(read_bytes(path))
     except (ValueError, struct.error, IndexError):
         raise UserError(
             f"`{path.name}` is not a SentencePiece model, or it is truncated",

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json
+from tunewell.core.files import parse_json, read_text
 from tunewell.core.optional import import_optional
 from tunewell.export.gguf.architecture import Settings
 from tunewell.export.gguf.quantize import can_quantize, quantize_rows
@@ -213,7 +213,7 @@ def _expected_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
 def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_json(read_text(index))["weight_map"].values()))
         paths = [folder / name for name in names]
     else:
         paths = [folder / "model.safetensors"]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import orjson
 from tokenizers import Tokenizer
 
-from tunewell.core.files import sha256_file, sha256_text
+from tunewell.core.files import read_text, sha256_file, sha256_text
 from tunewell.core.units import count
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer
@@ -256,7 +256,7 @@ def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any
     problems = _differences("generation_config.json", plain_settings(generation.to_dict()), facts.generation)
     if config is not None:
         problems += _differences("config.json", plain_settings(config.to_dict()), facts.config)
-    written = json.loads((path / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    written = json.loads(read_text(path / _TOKENIZER_CONFIG))
     for name in (f"{own}_token" for own in _SPECIAL_TOKENS):
         # If a model has no such token, some tokenizer classes add their own.
         expected = facts.special_tokens.get(name)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_text
 from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop, shorten
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
@@ -106,7 +107,7 @@ def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> lis
 
 def _check_base(folder: Path, context: ProofContext) -> list[Check]:
     """Return a warning if the adapter does not name the base model that it was verified on."""
-    named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    named = json.loads(read_text(folder / "adapter_config.json")).get("base_model_name_or_path")
     if context.base is None or named == context.base or _is_same_path(named, context.base):
         return []
     message = (
@@ -125,7 +126,7 @@ def _load_base(folder: Path, context: ProofContext) -> Any:
 
     If the base model was quantised in training, it is quantised and dequantised again: the adapter belongs to that.
     """
-    written = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    written = json.loads(read_text(folder / "adapter_config.json"))
     name = context.base or written.get("base_model_name_or_path") or context.proof.base
     if name is None:
         raise ProofUnavailable("the adapter does not name its base model", fix="add `--base MODEL`")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import link_or_copy
+from tunewell.core.files import link_or_copy, read_text
 from tunewell.core.progress import Progress
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.ollama.modelfile import derive_modelfile, derive_template, gguf_adds_bos
@@ -104,7 +104,7 @@ _FROM = "FROM ./"
 
 def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
     """Check that a Modelfile names a verified GGUF file, renders every probe as in training, and has the stop texts."""
-    text = (folder / artefact.path / "Modelfile").read_text(encoding="utf-8")
+    text = read_text(folder / artefact.path / "Modelfile")
     named = [line.removeprefix(_FROM) for line in text.splitlines() if line.startswith(_FROM)]
     file = f"{artefact.path}/{named[0]}" if len(named) == 1 else ""
     if file not in artefact.sha256s:

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_text
 from tunewell.integrations.openai_server.connections import BACKLOG, LimitedProtocol, WaitingConnections
 from tunewell.integrations.openai_server.requests import ApiError
 
@@ -123,7 +124,7 @@ def read_token(file: Path | None) -> str | None:
     else:
         where = f"`{file}`"
         try:
-            token = file.read_text(encoding="utf-8")
+            token = read_text(file)
         except (OSError, ValueError) as error:
             raise UserError("cannot read the token", where=f"{where}: {error}", fix=_MAKE_TOKEN) from error
     token = token.strip()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, running_owner, write_atomic
+from tunewell.core.files import FolderLock, read_bytes, read_text, running_owner, write_atomic
 from tunewell.core.redact import redact
 from tunewell.integrations.trackers.base import Point, Progress, TrackedRun, Tracker
 from tunewell.records.events import with_numbers
@@ -43,7 +43,7 @@ class Follower:
         self._state_path, self._seen_path = self.folder / f"{name}.json", self.folder / f"{name}.seen"
         self.folder.mkdir(exist_ok=True)
         self.progress = _read_progress(self._state_path)
-        self._seen = self._seen_path.read_bytes() if self._seen_path.is_file() else b""
+        self._seen = read_bytes(self._seen_path) if self._seen_path.is_file() else b""
         self._signature: object = None
         self._lines: list[bytes] = []
 
@@ -84,7 +84,7 @@ class Follower:
         if is_running:
             return "running"
         try:
-            outcome = json.loads((self.run.folder / "outcome.json").read_text(encoding="utf-8"))
+            outcome = json.loads(read_text(self.run.folder / "outcome.json"))
             return "killed" if owner is not None else str(outcome["status"])
         except (OSError, ValueError, KeyError, TypeError):
             return "killed"
@@ -98,7 +98,7 @@ class Follower:
             stat = path.stat()
             signature = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
             if signature != self._signature:
-                self._lines = path.read_bytes().split(b"\n")[:-1]
+                self._lines = read_bytes(path).split(b"\n")[:-1]
                 self._signature = signature
         except OSError:
             self._lines = []
@@ -114,7 +114,7 @@ class Follower:
     def _new_healing(self) -> Iterator[Point]:
         """Yield the problems of the run. `healing.jsonl` is never cut, so it also has rewinds before this session."""
         try:
-            lines = (self.run.folder / "healing.jsonl").read_bytes().split(b"\n")[:-1]
+            lines = read_bytes(self.run.folder / "healing.jsonl").split(b"\n")[:-1]
         except OSError:
             return
         for line in lines[self.progress.healing_lines :]:
@@ -161,7 +161,7 @@ def follow(follower: Follower, tracker: Tracker, *, once: bool, poll_seconds: fl
 
 def _settings(run: Path) -> dict[str, Any]:
     try:
-        plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+        plan = json.loads(read_text(run / "plan.json"))
     except (OSError, ValueError):
         return {}
     found: dict[str, Any] = {"model": plan.get("model")}
@@ -189,7 +189,7 @@ def num_points(run: Path, name: str) -> int:
 
 def _read_progress(path: Path) -> Progress:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Progress(**json.loads(path.read_text(encoding="utf-8")))
+        return Progress(**json.loads(read_text(path)))
     return Progress()
 
 

@@ -12,6 +12,7 @@ import tunewell
 from tunewell.config.extensions import TRACKERS
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
+from tunewell.core.files import open_file
 
 
 def require_trackers(names: Sequence[str], python: str | None) -> None:
@@ -61,7 +62,7 @@ def _start(run: Path, name: str, python: str | None, *, is_waiting: bool = False
         command.append("--once")
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     (run / "track").mkdir(parents=True, exist_ok=True)
-    with (run / "track" / f"{name}.log").open("ab") as file:
+    with open_file(run / "track" / f"{name}.log", "ab") as file:
         return subprocess.Popen(
             command,
             env=environment,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, sha256_file
+from tunewell.core.files import parse_json, read_text, sha256_file
 from tunewell.core.optional import import_optional
 from tunewell.retrieval.embedders.base import OnBatch
 
@@ -174,7 +174,7 @@ class SentenceTransformer:
 
 def _read(path: Path, default: Any) -> Any:
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
+        return parse_json(read_text(path))
     except FileNotFoundError:
         return default
     except (OSError, ValueError) as error:

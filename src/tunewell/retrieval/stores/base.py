@@ -31,14 +31,6 @@ Hits = list[tuple[int, float]]
 """Numbers of passages and their scores, best first."""
 
 
-class DamagedIndex(UserError):
-    """Raised for an index whose content is incomplete. It can be created again."""
-
-    def __init__(self, address: str, detail: str) -> None:
-        fix = "create it again with `tunewell index`"
-        super().__init__(f"the index `{address}` is damaged", where=detail, fix=fix)
-
-
 @dataclass(frozen=True)
 class IndexedDocument:
     """A document of an index, and which passages are its own."""

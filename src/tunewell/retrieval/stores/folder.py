@@ -17,9 +17,10 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,24 @@ from typing import Any
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, disk_full_as_user_error, make_private, parse_json, sync_folder, sync_tree
+from tunewell.core.files import (
+    FolderLock,
+    disk_full_as_user_error,
+    make_private,
+    open_file,
+    parse_json,
+    read_bytes,
+    sha256_file,
+    sha256_once,
+    sync_folder,
+    sync_tree,
+)
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.records.base import FileRecord
-from tunewell.records.index import INDEX, IndexManifest, SearchSettings, read_index, write_index
+from tunewell.records.index import INDEX, DamagedIndex, IndexManifest, SearchSettings, read_index, write_index
 from tunewell.retrieval.passages import Passage
-from tunewell.retrieval.stores.base import DamagedIndex, Hits, IndexedDocument, StoredPassages, parse_passage
+from tunewell.retrieval.stores.base import Hits, IndexedDocument, StoredPassages, parse_passage
 from tunewell.retrieval.words import words
 
 EXACT_PASSAGES = 50_000
@@ -56,10 +68,10 @@ class FolderStore:
         self.folder = folder
         self.manifest = manifest
         self._data = folder / manifest.generation
-        self._check_sizes()
+        self._check_files()
         self._offsets = np.load(self._data / "offsets.npy", mmap_mode="r")
         self._vectors = np.load(self._data / "vectors.npy", mmap_mode="r")
-        self._lines = (self._data / "passages.jsonl").open("rb")
+        self._lines = open_file(self._data / "passages.jsonl")
         self._words: Any = None
         self._clusters: Any = None
 
@@ -71,10 +83,10 @@ class FolderStore:
             manifest = read_index(folder)
             try:
                 return cls(folder, manifest)
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 # A writer may have replaced the index after its manifest was read.
                 if is_last or read_index(folder).generation == manifest.generation:
-                    raise DamagedIndex(str(folder), str(error)) from error
+                    raise DamagedIndex(str(folder), str(error), manifest.arguments) from error
         raise AssertionError
 
     @classmethod
@@ -107,9 +119,9 @@ class FolderStore:
             _write_data(staged, content, manifest.language.value, progress)
             sync_tree(staged)
             files = {
-                path.name: FileRecord(bytes=path.stat().st_size, sha256="")
-                for path in sorted(staged.iterdir())
-                if path.is_file()
+                path.relative_to(staged).as_posix(): FileRecord(bytes=path.stat().st_size, sha256=sha256_file(path))
+                for path in sorted(staged.rglob("*"))
+                if path.is_file() and path.suffix != ".lock"
             }
             manifest = manifest.model_copy(update={"generation": _DATA + staged.name[len(_STAGED) :], "files": files})
             staged.rename(folder / manifest.generation)
@@ -129,9 +141,10 @@ class FolderStore:
             parts.append((tantivy.Occur.Should, tantivy.Query.boost_query(query, number) if number > 1 else query))
         if not parts:
             return []
-        hits = searcher.search(tantivy.Query.boolean_query(parts), min(limit, len(self._offsets)), count=False).hits
-        numbers = searcher.fast_field_values("number", [address for _, address in hits])
-        return [(int(number), float(score)) for number, (score, _) in zip(numbers, hits, strict=True)]
+        with self._reading():
+            hits = searcher.search(tantivy.Query.boolean_query(parts), min(limit, len(self._offsets)), count=False).hits
+            numbers = searcher.fast_field_values("number", [address for _, address in hits])
+            return [(int(number), float(score)) for number, (score, _) in zip(numbers, hits, strict=True)]
 
     def search_vectors(self, vector: np.ndarray, limit: int) -> Hits:
         """Return the passages with the highest cosine similarity."""
@@ -153,15 +166,17 @@ class FolderStore:
     def passages(self, numbers: Sequence[int]) -> list[Passage]:
         """Return passages by number."""
         found = []
-        for number in numbers:
-            self._lines.seek(int(self._offsets[number]))
-            found.append(parse_passage(self._lines.readline()))
+        with self._reading():
+            for number in numbers:
+                self._lines.seek(int(self._offsets[number]))
+                found.append(parse_passage(self._lines.readline()))
         return found
 
     def num_passages_with(self, words: Sequence[str]) -> list[int]:
         """Return the number of passages that contain each word."""
         _, _, searcher = self._open_words()
-        return [searcher.doc_freq("words", word) for word in words]
+        with self._reading():
+            return [searcher.doc_freq("words", word) for word in words]
 
     def set_settings(self, settings: SearchSettings) -> None:
         """Replace the search settings; raise UserError if another process has replaced the index."""
@@ -176,12 +191,12 @@ class FolderStore:
 
     def documents(self) -> list[IndexedDocument]:
         """Return the documents in the order of their passages."""
-        with (self._data / "documents.jsonl").open("rb") as lines:
+        with self._reading(), open_file(self._data / "documents.jsonl") as lines:
             return [IndexedDocument(**parse_json(line)) for line in lines]
 
     def keys(self) -> dict[bytes, int]:
         """Return the hash of each passage with its number."""
-        keys = (self._data / "keys.bin").read_bytes()
+        keys = read_bytes(self._data / "keys.bin")
         return {keys[32 * number : 32 * number + 32]: number for number in range(len(keys) // 32)}
 
     def vectors(self, numbers: Sequence[int]) -> np.ndarray:
@@ -192,20 +207,31 @@ class FolderStore:
         """Close the files."""
         self._lines.close()
 
-    def _check_sizes(self) -> None:
-        """Raise ValueError if a file is missing or was cut short."""
+    def _check_files(self) -> None:
+        """Raise ValueError if a file is missing or has changed."""
         for name, record in self.manifest.files.items():
             if (size := (self._data / name).stat().st_size) != record.bytes:
                 raise ValueError(f"{name} has {size} bytes instead of {record.bytes}")
+            if record.sha256 and sha256_once(self._data / name) != record.sha256:
+                raise ValueError(f"{name} has changed since it was written")
+
+    @contextmanager
+    def _reading(self) -> Generator[None, None, None]:
+        """Raise DamagedIndex for any error of a reader. Without hashes, damage shows only there."""
+        try:
+            with nullcontext() if self.manifest.has_hashes else _quiet_panics():
+                yield
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of tantivy
+                raise DamagedIndex(str(self.folder), f"{error}"[:200], self.manifest.arguments) from None
+            raise
 
     def _open_words(self) -> tuple[Any, Any, Any]:
         tantivy = import_optional("tantivy", extra="retrieval", purpose="searching an index")
         if self._words is None:
-            try:
+            with self._reading():
                 index = tantivy.Index.open(str(self._data / "words"))
                 self._words = (index, index.searcher())
-            except (ValueError, OSError) as error:
-                raise DamagedIndex(str(self.folder), str(error)) from error
         return tantivy, *self._words
 
     def _is_clustered(self) -> bool:
@@ -216,7 +242,8 @@ class FolderStore:
         if self._clusters is None:
             # Mapped without copies. The lists of `IO_FLAG_MMAP` take 2.2 to 4 times as long (100,000 passages).
             mapped = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
-            self._clusters = faiss.read_index(str(self._data / "clusters.faiss"), mapped)
+            with self._reading():
+                self._clusters = faiss.read_index(str(self._data / "clusters.faiss"), mapped)
             if self._clusters.nprobe < _MIN_PROBED:
                 self._clusters.nprobe = max(8, int(self._clusters.nlist * _OLD_PROBE_SHARE))
         return self._clusters
@@ -232,7 +259,7 @@ def _write_data(folder: Path, content: StoredPassages, language: str, progress: 
     # One thread keeps the order of passages, and with it the scores of ties, the same in every run.
     writer = index.writer(heap_size=128_000_000, num_threads=1)
     offsets = np.zeros(len(content), np.int64)
-    with (folder / "passages.jsonl").open("wb") as lines, (folder / "keys.bin").open("wb") as keys:
+    with open_file(folder / "passages.jsonl", "wb") as lines, open_file(folder / "keys.bin", "wb") as keys:
         for number, passage in enumerate(content.passages()):
             offsets[number] = lines.tell()
             lines.write(json.dumps(asdict(passage), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
@@ -243,7 +270,7 @@ def _write_data(folder: Path, content: StoredPassages, language: str, progress: 
             writer.add_document(document)
             if number % 1000 == 0:
                 progress(Progress("writing the index", number, len(content), "passages"))
-    with (folder / "documents.jsonl").open("wb") as lines:
+    with open_file(folder / "documents.jsonl", "wb") as lines:
         for entry in content.documents:
             lines.write(json.dumps(asdict(entry), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
     writer.commit()
@@ -296,6 +323,20 @@ def _native_errors() -> Generator[None, None, None]:
             number = int(found[1]) if found[1] else errno.ENOSPC
             raise OSError(number, os.strerror(number)) from error
         raise
+
+
+@contextmanager
+def _quiet_panics() -> Generator[None, None, None]:
+    """Discard what is written to the descriptor of stderr: the backtrace of a panic in tantivy."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def _is_ours(path: Path) -> bool:

@@ -28,9 +28,9 @@ import numpy as np
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.records.base import parse_record
-from tunewell.records.index import IndexManifest, SearchSettings
+from tunewell.records.index import DamagedIndex, IndexManifest, SearchSettings
 from tunewell.retrieval.passages import Passage
-from tunewell.retrieval.stores.base import DamagedIndex, Hits, IndexedDocument, StoredPassages, parse_passage
+from tunewell.retrieval.stores.base import Hits, IndexedDocument, StoredPassages, parse_passage
 from tunewell.retrieval.stores.postgres_connection import (
     Address,
     as_user_errors,
