@@ -89,7 +89,7 @@ class Healer:
             self.monitor.remember(_metrics(event))
         for event in past_events(self._run, kind="held_out", until=until):
             self.monitor.remember(StepMetrics(event["step"], held_out_loss=event["loss"]))
-            self.monitor.history.add_answers(event["step"], event.get("are_degenerate"))
+            self.monitor.history.add_answers(event["step"], event.get("are_degenerate"), event.get("num_faulty", 0))
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Check the loss and the sample answers of an evaluation."""
@@ -160,16 +160,18 @@ class Healer:
         return "training", means[0] if means else math.nan, means[1:]
 
     def _degenerate_answers(self, event: Evaluated) -> Finding | None:
-        """Return a finding if all samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
+        """Return a finding if most samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
         history = self.monitor.history
-        history.add_answers(event.step, event.are_degenerate)
+        history.add_answers(event.step, event.are_degenerate, event.num_faulty)
         if not event.are_degenerate or len(history.degenerate) != _DEGENERATE_IN_A_ROW:
             return None
-        faults = sorted({_FAULT_WORDS[sample.fault] for sample in event.samples if sample.fault})
-        answers = [sample.answer for sample in event.samples[:_SHOWN_ANSWERS]]
+        faulty = [sample for sample in event.samples if sample.fault]
+        faults = sorted({_FAULT_WORDS[sample.fault] for sample in faulty if sample.fault})
+        answers = [sample.answer for sample in faulty[:_SHOWN_ANSWERS]]
         steps = " and ".join(count(step) for step in history.degenerate)
         shown = ", ".join(f'"{_one_short_line(answer)}"' for answer in answers)
-        words = f"all {len(event.samples)} sample answers {' or '.join(faults)} at steps {steps}: {shown}"
+        share = "all" if len(faulty) == len(event.samples) else f"{len(faulty)} of"
+        words = f"{share} {len(event.samples)} sample answers {' or '.join(faults)} at steps {steps}: {shown}"
         # A model with random weights repeats a few tokens until it has learned to answer.
         is_new = self._run.about.is_from_scratch and not history.has_answered
         numbers = {"faults": faults, "steps": list(history.degenerate), "answers": answers}
