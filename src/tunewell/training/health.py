@@ -114,7 +114,7 @@ class History:
         return num_faulty == num_samples or is_worse
 
     def add_answers(self, step: int, are_degenerate: bool | None, num_faulty: int) -> None:
-        """Add the sample answers of an evaluation; those at step 0 are the base model's, which others are compared with."""
+        """Add the sample answers of an evaluation. Those at step 0, of the base model, are only compared with."""
         if step == 0:
             self.base_faulty = num_faulty
         elif are_degenerate is not None:
