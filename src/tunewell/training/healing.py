@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from tunewell.core.progress import Progress
@@ -14,6 +13,7 @@ from tunewell.records.report import Fault
 from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Evaluated, Healed, Note, StepTaken
 from tunewell.training.health import Finding, HealthMonitor, StepMetrics, is_far_above
+from tunewell.training.log_rules import flat_loss
 from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
 from tunewell.training.run import Run, past_events, rewind
 from tunewell.training.step import StepRecord
@@ -81,6 +81,8 @@ class Healer:
             self._report(finding, "none", finding.words)
         if worse := [finding for finding in findings if finding not in remarks]:
             self._pending.append((worse, record))
+        if self._is_flat_due(event.step):
+            self._check_flat(event.step)
 
     def _load_history(self) -> None:
         """Add the steps before a resume to the monitor, on every rank."""
@@ -127,37 +129,55 @@ class Healer:
 
     def conclude(self) -> str:
         """Report a loss that rose or stayed flat over the whole run. Return a short description, or "" if it fell."""
-        history, step = self.monitor.history, self._run.progress.step
-        name, first, later = self._loss_course()
-        if name == "held-out" and later[-1] > (1 + _MIN_RISE) * first and not history.has_learned():
+        history, step, losses = self.monitor.history, self._run.progress.step, self._held_out_losses()
+        if len(losses) > 1 and losses[-1] > (1 + _MIN_RISE) * losses[0] and not history.has_learned():
             if "lr-too-high" not in history.reported:
-                words = f"the held-out loss ended at {later[-1]:.3g}, above {first:.3g} before training"
-                self._report(
-                    Finding("lr-too-high", "warning", step, words, {"low": first, "now": later[-1]}), "none", words
-                )
+                words = f"the held-out loss ended at {losses[-1]:.3g}, above {losses[0]:.3g} before training"
+                numbers = {"low": losses[0], "now": losses[-1]}
+                self._report(Finding("lr-too-high", "warning", step, words, numbers), "none", words)
             return "the held-out loss rose"
-        limit = _VERY_FLAT if name == "held-out" and history.has_learned() else _FLAT
-        if step < _MIN_STEPS or not later or any(abs(loss - first) >= limit * first for loss in later):
-            return ""
-        words = (
-            f"the {name} loss stayed at {first:.3g} for {count(step, 'step')}: the learning rate is too low, too few "
-            "layers are trainable, or the supervised tokens do not depend on the text before them"
-        )
-        self._report(Finding("flat-loss", "warning", step, words, {"first": first, "last": later[-1]}), "none", words)
-        return f"the {name} loss did not fall"
+        return self._check_flat(step)
 
-    def _loss_course(self) -> tuple[str, float, list[float]]:
-        """Return the first and the later held-out losses or, without any, the mean training losses of each quarter."""
-        held_out = [(step, loss) for step, loss in self.monitor.history.held_out if math.isfinite(loss)]
-        if len(held_out) > 1 and held_out[0][0] == 0:
-            return "held-out", held_out[0][1], [loss for _, loss in held_out[1:]]
-        events = past_events(self._run, kind="step", until=self._run.progress.step)
-        losses = [
-            event["loss"] for event in events if event.get("supervised_tokens", 1) and math.isfinite(event["loss"])
-        ]
-        quarter = len(losses) // 4
-        means = [fmean(losses[at : at + quarter]) for at in range(0, 4 * quarter, quarter or 1)]
-        return "training", means[0] if means else math.nan, means[1:]
+    def _held_out_losses(self) -> list[float]:
+        """Return the held-out losses, that of the base model first; an empty list if that one is not known."""
+        found = [(step, loss) for step, loss in self.monitor.history.held_out if math.isfinite(loss)]
+        return [loss for _, loss in found] if found and found[0][0] == 0 else []
+
+    def _is_flat_due(self, step: int) -> bool:
+        """Return whether enough of the run is over to call its loss flat before its end."""
+        plan = self._run.plan
+        is_over = (
+            2 * step >= plan.num_steps.value if not self._held_out_losses() else step >= 2 * plan.warmup_steps.value
+        )
+        return is_over and step % plan.evaluate_every.value == 0 and len(self._held_out_losses()) not in (1, 2, 3)
+
+    def _check_flat(self, step: int) -> str:
+        """Report a loss that has not fallen since the start, once. Return a short description, or "" if it fell."""
+        history, run = self.monitor.history, self._run
+        name, losses = "held-out", self._held_out_losses()
+        if len(losses) > 1:
+            limit = _VERY_FLAT if history.has_learned() else _FLAT
+            is_flat = step >= _MIN_STEPS and all(abs(loss - losses[0]) < limit * losses[0] for loss in losses)
+            words = f"the held-out loss stayed at {losses[0]:.3g} for {count(step, 'step')}"
+            numbers = {"first": losses[0], "last": losses[1:]}
+            finding = Finding("flat-loss", "warning", step, words, numbers) if is_flat else None
+        else:
+            name, finding = (
+                "training",
+                flat_loss([_metrics(event) for event in past_events(run, kind="step", until=step)]),
+            )
+        if finding is None:
+            return ""
+        if "flat-loss" not in history.reported:
+            history.reported.add("flat-loss")
+            words = (
+                f"{finding.words}: the learning rate is too low, too few layers are trainable, or the supervised tokens "
+                "do not depend on the text before them. In the next run, try "
+                f"`--set train.learning_rate={min(1, 10 * run.plan.learning_rate.value):.1g}` or `auto`; `tunewell "
+                "inspect` shows the supervised tokens"
+            )
+            self._report(finding, "none", words)
+        return f"the {name} loss did not fall"
 
     def _degenerate_answers(self, event: Evaluated) -> Finding | None:
         """Return a finding if most samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
