@@ -119,6 +119,8 @@ class Note:
     """One line of text for the user."""
 
     message: str
+    is_passing: bool = False
+    """Whether the note is out of date at the end of the run."""
 
 
 Event = RunStarted | StepTaken | Evaluated | Healed | Rewound | Note | Progress

@@ -171,8 +171,8 @@ class Healer:
         if "flat-loss" not in history.reported:
             history.reported.add("flat-loss")
             words = (
-                f"{finding.words}: the learning rate is too low, too few layers are trainable, or the supervised tokens "
-                "do not depend on the text before them. In the next run, try "
+                f"{finding.words}: the learning rate is too low, too few layers are trainable, or the supervised "
+                "tokens do not depend on the text before them. In the next run, try "
                 f"`--set train.learning_rate={min(1, 10 * run.plan.learning_rate.value):.1g}` or `auto`; `tunewell "
                 "inspect` shows the supervised tokens"
             )
