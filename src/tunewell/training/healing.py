@@ -25,6 +25,8 @@ _MIN_RISE = 0.05
 _FLAT, _VERY_FLAT, _MIN_STEPS = 0.005, 0.0005, 16
 """A loss that changes by less than this share in at least this many steps is flat. The held-out loss must be very flat
 if the training loss ended lower: the model may learn rows that do not help with others."""
+_MIN_EVALUATIONS = 3
+"""Evaluations after which a held-out loss is called flat before the end of the run."""
 _SHOWN_ANSWERS, _SHOWN_CHARS = 2, 60
 _DEGENERATE_IN_A_ROW = 2
 _FAULT_WORDS: dict[Fault, str] = {
@@ -145,11 +147,9 @@ class Healer:
 
     def _is_flat_due(self, step: int) -> bool:
         """Return whether enough of the run is over to call its loss flat before its end."""
-        plan = self._run.plan
-        is_over = (
-            2 * step >= plan.num_steps.value if not self._held_out_losses() else step >= 2 * plan.warmup_steps.value
-        )
-        return is_over and step % plan.evaluate_every.value == 0 and len(self._held_out_losses()) not in (1, 2, 3)
+        plan, found = self._run.plan, len(self._held_out_losses())
+        is_clear = found > _MIN_EVALUATIONS if found else 2 * step >= plan.num_steps.value
+        return is_clear and step % plan.evaluate_every.value == 0 and step >= 2 * plan.warmup_steps.value
 
     def _check_flat(self, step: int) -> str:
         """Report a loss that has not fallen since the start, once. Return a short description, or "" if it fell."""
@@ -162,10 +162,8 @@ class Healer:
             numbers = {"first": losses[0], "last": losses[1:]}
             finding = Finding("flat-loss", "warning", step, words, numbers) if is_flat else None
         else:
-            name, finding = (
-                "training",
-                flat_loss([_metrics(event) for event in past_events(run, kind="step", until=step)]),
-            )
+            name, events = "training", past_events(run, kind="step", until=step)
+            finding = flat_loss([_metrics(event) for event in events])
         if finding is None:
             return ""
         if "flat-loss" not in history.reported:

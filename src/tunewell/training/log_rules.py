@@ -41,8 +41,9 @@ _OVERFLOWS_AT_END = 3
 _MIN_LINES = 16
 _SAME, _SAME_ERRORS = 0.005, 2.6
 """A change of the loss by less than this share, or by fewer standard errors, is none."""
-_MAX_CHANGE = 0.03
-"""In a flat log, the means of both halves differ by less than this share, with 95% confidence."""
+_MAX_ERROR = 0.03
+"""Two standard errors of the change between the halves of a log, as a share of its mean. With more noise, a fall may be
+hidden."""
 _CONVERGED = 0.7
 """A lower loss may be flat because nothing is left to learn. DPO's loss is ln 2 without an update."""
 _FULL_RATE = 0.9
@@ -216,16 +217,15 @@ def flat_loss(log: Sequence[StepMetrics]) -> Finding | None:
     if has_fallen or 4 * log[0].step > log[-1].step or 2 * full_rate > len(log):
         return None
     spread, begin = stdev(losses), len(log) // 2
-    if abs(fmean(losses[:begin]) - fmean(losses[begin:])) + 4 * spread / math.sqrt(len(log)) > _MAX_CHANGE * level:
+    if 4 * spread > _MAX_ERROR * level * math.sqrt(len(log)):
         return None
     while begin > 1:
-        change = abs(fmean(losses[:begin]) - fmean(losses[begin:]))
         error = spread * math.sqrt(1 / begin + 1 / (len(log) - begin))
-        if change > max(_SAME_ERRORS * error, _SAME * level):
+        if abs(fmean(losses[:begin]) - fmean(losses[begin:])) > max(_SAME_ERRORS * error, _SAME * level):
             return None
         begin //= 2
     words = f"the training loss stayed at {level:.3g} for {count(log[-1].step, 'step')}"
-    return Finding("flat-loss", "warning", log[-1].step, words, {"level": level, "learning_rate": max(rates)})
+    return Finding("flat-loss", "warning", log[-1].step, words, {"level": level})
 
 
 def bad_first_loss(log: Sequence[StepMetrics], about: RunContext) -> Finding | None:
