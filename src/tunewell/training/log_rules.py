@@ -39,9 +39,9 @@ _SAME_LINES, _SAME_DIGITS = 6, 4
 """Equal losses in this many lines and digits are no coincidence. Means of three digits and DPO's ln 2 do repeat."""
 _OVERFLOWS_AT_END = 3
 _MIN_LINES = 16
-_SAME, _SAME_ERRORS = 0.005, 2.6
+_SAME, _SAME_ERRORS = 0.005, 2.2
 """A change of the loss by less than this share, or by fewer standard errors, is none."""
-_MAX_ERROR = 0.03
+_MAX_ERROR = 0.015
 """Two standard errors of the change between the halves of a log, as a share of its mean. With more noise, a fall may be
 hidden."""
 _CONVERGED = 0.7
