@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import struct
 import tarfile
@@ -96,6 +97,21 @@ def test_the_rank_that_died_explains_the_timeouts_of_the_others(tmp_path: Path) 
     [timeout] = [finding for finding in found.findings if finding.id == "nccl-timeout"]
     assert timeout.because_of == "oom-cuda"
     assert first(TIMEOUT) == "nccl-timeout"
+
+
+def test_a_flat_loss_is_named_in_a_printed_log_and_in_a_state_file(tmp_path: Path) -> None:
+    """299 flat lines were HEALTHY, because only exact repetitions were found."""
+    losses = [2.31 + 0.04 * math.sin(7.3 * at) for at in range(299)]
+    printed = "\n".join(LINE.format(loss=loss, epoch=at / 100) for at, loss in enumerate(losses))
+    assert first(printed) == "flat-loss"
+    state = tmp_path / "trainer_state.json"
+    history = [{"loss": loss, "learning_rate": 2e-4, "step": 10 * at} for at, loss in enumerate(losses, 1)]
+    state.write_text(json.dumps({"log_history": history, "global_step": 2990}))
+    assert [finding.id for finding in diagnose_paths([state]).findings] == ["flat-loss"]
+    frozen = printed.replace("'grad_norm': 0.61", "'grad_norm': 0.0")
+    assert first(frozen) == "zero-grad-no-learning" and "flat-loss" not in [
+        f.id for f in diagnose_text(frozen).findings
+    ]
 
 
 def test_unknown_says_which_evidence_would_decide() -> None:

@@ -519,15 +519,19 @@ def test_memorised_rows_are_overfitting_and_not_divergence(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("has_held_out", [True, False])
-def test_a_loss_that_stays_flat_is_named_at_the_end(tmp_path: Path, has_held_out: bool) -> None:
-    plan = PLAN | {"learning_rate": 1e-9, "batch_documents": 23, "num_steps": 36}
-    run = make_run(tmp_path / "run", config=CONFIG, plan=plan)
+@pytest.mark.parametrize(("has_held_out", "every", "named_at"), [(True, 12, 36), (True, 6, 24), (False, 6, 18)])
+def test_a_loss_that_stays_flat_is_named_as_soon_as_it_is_clear(
+    tmp_path: Path, has_held_out: bool, every: int, named_at: int
+) -> None:
+    """A warning after the last step comes too late for a run of hours."""
+    plan = PLAN | {"learning_rate": 1e-9, "batch_documents": 23, "num_steps": 36, "evaluate_every": every}
+    run = make_run(tmp_path / "run", config=CONFIG | {"evaluate": {"every_steps": every}}, plan=plan)
     if not has_held_out:
         run.held_out = RandomDocuments(0)
     ending = train(run)
     kind = "held-out" if has_held_out else "training"
     assert ending.status == "finished" and ending.reason == f"finished all 36 steps, but the {kind} loss did not fall"
     [entry] = treated(tmp_path / "run")
-    assert (entry.step, entry.name, entry.severity) == (36, "flat-loss", "warning")
+    assert (entry.step, entry.name, entry.severity) == (named_at, "flat-loss", "warning")
+    assert "`--set train.learning_rate=1e-08`" in entry.words
     assert "learning rate is too low" in entry.words and "train.learning_rate" in advice(run.healing.entries)[0]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import threading
 import time
@@ -10,15 +11,19 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lessons import RandomDocuments
 from tiny_runs import Remembering, make_run
 
+from tunewell.data.batches import make_batch, micro_batches
 from tunewell.records.events import read_events
 from tunewell.records.plan import read_plan
 from tunewell.training import checkpoints
+from tunewell.training.compile import decoder_layers
 from tunewell.training.engine import train
 from tunewell.training.evaluate import limit_evaluations, limit_saves
 from tunewell.training.events import StepTaken
 from tunewell.training.run import Run, resume, state_of
+from tunewell.training.slow_step import SlowStep
 
 TIMES = ("seconds", "memory_bytes", "phases")
 
@@ -257,14 +262,95 @@ def test_no_checkpoint_is_begun_that_would_delay_the_end(tmp_path: Path, step: i
         assert "`evaluate_every` is now 50 steps" in run.listener.notes[-1]
 
 
-def test_a_slow_first_step_is_announced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunewell.training.engine._SLOW_STEP_SECONDS", 0.05)
-    run = make_run(tmp_path, plan={"num_steps": 2})
-    take_step = run.learner.take_step
-    monkeypatch.setattr(run.learner, "take_step", lambda *a, **k: (time.sleep(0.2), take_step(*a, **k))[1])
+def test_a_slow_first_step_reports_its_progress_at_growing_intervals(tmp_path: Path, monkeypatch) -> None:
+    """A first step of an hour printed one line after ten seconds, and then nothing."""
+    monkeypatch.setattr("tunewell.training.slow_step._FIRST_SECONDS", 0.05)
+    run = make_run(tmp_path, plan={"num_steps": 3})
+    layer = decoder_layers(run.learner.model)[-1]
+    forward, calls = layer.forward, []
+
+    def wait(*args, **kwargs):
+        calls.append(1)
+        time.sleep(0.5 if len(calls) == 2 else 0)  # the second micro-batch
+        return forward(*args, **kwargs)
+
+    run.held_out = RandomDocuments(0)
+    monkeypatch.setattr(layer, "forward", wait)
     train(run)
-    [note] = [note for note in run.listener.notes if "still computing" in note]
-    assert note.startswith("step 1 is still computing after 0.05 s: it has ")
+    notes = [note for note in run.listener.notes if "still computing" in note]
+    assert 3 <= len(notes) <= 5 and all(note.startswith("step 1 is still computing after ") for note in notes)
+    assert re.search(r"it has computed [1-9]\d* of \d+ tokens, \d[\d,]* tokens/s, about .* left$", notes[-1])
+    assert not layer._forward_hooks, "later steps have no hooks"
+
+
+@pytest.mark.parametrize("recompute", ["off", "on"])
+def test_the_progress_of_a_step_counts_layers_and_micro_batches(tmp_path: Path, recompute) -> None:
+    """With one micro-batch, only the layers show that a step goes on."""
+    now = 0.0
+    run = make_run(tmp_path, plan={"num_steps": 2})
+    run.learner.recompute(recompute)
+    slow_step, layers = SlowStep(run, clock=lambda: now), decoder_layers(run.learner.model)
+    step = run.order.step(0)
+    groups = micro_batches(step.documents, run.order.lengths, 64)
+    slow_step.start()
+
+    def tell(*_) -> None:
+        nonlocal now
+        now += 10
+        slow_step.announce()
+
+    handles = [layer.register_forward_hook(tell) for layer in layers]
+    run.learner.take_step([make_batch(run.documents, group) for group in groups], number=0, rate=1e-3)
+    slow_step.announce()
+    slow_step.stop()
+    for handle in handles:
+        handle.remove()
+    found = [re.search(r"after (.*): it has computed ([\d,]+) of (\d+) tokens(.*)", n) for n in run.listener.notes]
+    done = [int(match[2]) for match in found]
+    assert len(groups) > 1 and len(done) == len(groups) * len(layers) + 1
+    assert done == sorted(done) and 0 < done[0] < done[-1] == int(found[0][3]) == int(
+        run.order.lengths[step.documents].sum()
+    )
+    assert found[0][1] == "10 s" and "tokens/s, about " in found[0][4]
+    assert not any(layer._forward_hooks for layer in layers)
+
+
+def test_progress_of_a_step_does_not_change_it(tmp_path: Path) -> None:
+    """Hooks on layers must not change a gradient."""
+    norms = []
+    for name in ("a", "b"):
+        run = make_run(tmp_path / name)
+        slow_step, groups = SlowStep(run), micro_batches(run.order.step(0).documents, run.order.lengths, 64)
+        if name == "b":
+            slow_step.start()
+        done = run.learner.take_step([make_batch(run.documents, group) for group in groups], number=0, rate=1e-3)
+        slow_step.stop()
+        norms.append(done.values.tolist())
+    assert norms[0] == norms[1]
+
+
+def test_compiling_is_named(tmp_path: Path, monkeypatch) -> None:
+    """The first compiled step takes minutes, and its layers have no hooks."""
+    run = make_run(tmp_path, plan={"num_steps": 4})
+    started = []
+    monkeypatch.setattr(SlowStep, "start", lambda self, activity="computing": started.append(activity))
+
+    class FakeCompiler:
+        def is_due(self, learner, *, step):
+            return step == 2
+
+        def run(self, learner, order, *, budget):
+            return "compiling 2 layers"
+
+        def budget(self, learner, planned):
+            return planned
+
+        def on_step(self, learner, event):
+            pass
+
+    monkeypatch.setattr("tunewell.training.engine.make_compiler", lambda run: FakeCompiler())
+    train(run)
+    assert started == ["computing", "compiling"] and "compiling 2 layers" in run.listener.notes
 
 
 def test_a_disk_that_cannot_keep_up_makes_saves_rarer_and_does_not_stop_the_training(tmp_path, monkeypatch):

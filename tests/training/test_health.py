@@ -1,6 +1,7 @@
 """What the rules see in plain numbers, and what they must not see."""
 
 import math
+import random
 
 import pytest
 
@@ -277,3 +278,52 @@ def test_a_held_out_loss_that_is_no_number_is_not_over_fitting() -> None:
     losses = [StepMetrics(step, loss=2.0 - 0.4 * step) for step in (1, 3)]
     found = replay([losses[0], looks[0], losses[1], looks[1]], LOG)
     assert names(found) == ["nan-gradients"] and "held-out loss" in found[0].words
+
+
+def noisy(losses: list[float], *, noise: float = 0.02, seed: int = 0, every: int = 1) -> list[StepMetrics]:
+    """A log with a warm-up of a twentieth, then a falling rate, and noise in proportion to the loss."""
+    draw, number = random.Random(seed), len(losses)
+    return [
+        StepMetrics(
+            (at + 1) * every,
+            loss=loss * (1 + draw.gauss(0, noise)),
+            grad_norm=draw.uniform(1.0, 1.2),
+            learning_rate=2e-4 * min(1.0, 20 * (at + 1) / number) * (1 - at / number),
+        )
+        for at, loss in enumerate(losses)
+    ]
+
+
+@pytest.mark.parametrize(("number", "noise"), [(32, 0.002), (100, 0.02), (299, 0.005), (299, 0.03), (2000, 0.08)])
+def test_a_loss_that_never_falls_is_called_flat(number: int, noise: float) -> None:
+    """299 readings around 2.3 were called healthy. A beginning may differ by chance."""
+    logs = [noisy([2.3] * number, noise=noise, seed=seed) for seed in range(20)]
+    assert [verdict(replay(log, RunContext(is_raw=False))) for log in logs].count("flat-loss") >= 14
+
+
+FALLS = {
+    "slowly": [2.0 * (1 - 0.2 * at / 299) for at in range(299)],
+    "early": [0.85 + 0.15 * math.exp(-at / 8) for at in range(299)],
+    "in epochs": [2.0 - 0.3 * (at // 100) for at in range(299)],
+    "late": [10.0 if at < 200 else 7.0 for at in range(299)],
+    "is low": [0.2] * 299,
+    "rises a little": [2.0 * (1 + 0.05 * at / 299) for at in range(299)],
+    "is short": [2.3] * 12,
+}
+
+
+@pytest.mark.parametrize("name", FALLS)
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.2])
+def test_a_loss_that_fell_or_is_too_noisy_is_not_called_flat(name: str, noise: float) -> None:
+    """A converged run is flat too, after its first steps; a small batch hides a fall."""
+    for seed in range(5):
+        assert "flat-loss" not in names(replay(noisy(FALLS[name], noise=noise, seed=seed), RunContext(is_raw=False)))
+
+
+def test_a_piece_of_a_log_and_a_warm_up_are_not_called_flat() -> None:
+    """The end of a long run is flat, and so is a loss while the rate still rises."""
+    late = [StepMetrics(r.step + 5000, loss=r.loss) for r in noisy([2.3] * 100)]
+    warming = [StepMetrics(r.step, loss=r.loss, learning_rate=1e-6 * r.step) for r in noisy([2.3] * 100)]
+    fallen = [*noisy([2.3] * 100), StepMetrics(1, held_out_loss=2.4), StepMetrics(100, held_out_loss=2.2)]
+    for log in (late, warming, fallen):
+        assert "flat-loss" not in names(replay(log, RunContext(is_raw=False)))

@@ -51,6 +51,13 @@ def loop_at_every_second(questions: list[str], evaluation: int) -> list[str]:
     return ["It is 4." if number % 2 else "blue " * 30 for number in range(len(questions))]
 
 
+def say_in_turn(*texts: str, after: int = 0) -> Speaker:
+    """Answer each question with its own text, and every question rightly before evaluation `after`."""
+    return lambda questions, evaluation: [
+        texts[number % len(texts)] if evaluation >= after else "It is 4." for number in range(len(questions))
+    ]
+
+
 @pytest.fixture
 def train(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainResult]:
     """Train a model whose samples are written by a function."""
@@ -114,6 +121,62 @@ def test_mixed_or_passing_faults_do_not_warn(train: Callable[..., TrainResult], 
     assert findings() == []
     samples = read_events(Path("run/samples.jsonl"))
     assert any(sample["fault"] is None for sample in samples if sample["step"] == 4)
+
+
+LOOPS = [
+    ("fine fine fine", "sett sett sett"),
+    ("aa bb aa bb", "fine fine fine sett sett sett"),
+    ("item 1 item 2 item 3", "I like red. I like blue. I like green. I like pink."),
+    ("finefinefine", "aaaa"),
+    ("好好好", "是的是的是的"),
+]
+
+
+@pytest.mark.parametrize("texts", LOOPS)
+def test_short_loops_that_differ_between_samples_stop_the_run(train: Callable[..., TrainResult], texts: Any) -> None:
+    """A ruined model said "fine fine fine" to one question and "sett sett sett" to the next: both ended in time."""
+    result = train(say_in_turn(*texts), healing={"behaviour": "stop"})
+    assert result.exit_code == 4 and [entry.action for entry in findings()] == ["stop"]
+
+
+def test_half_of_the_samples_decide_if_the_base_model_did_better(train: Callable[..., TrainResult]) -> None:
+    """With four samples, two loops in each evaluation went unnoticed."""
+    more = {**SETTINGS["evaluate"], "samples": 4}
+    half = ("It is 4.", "fine fine fine", "It is 5.", "sett sett sett")
+    train(say_in_turn(*half, after=1), evaluate=more)
+    [entry] = findings()
+    assert entry.words.startswith('2 of 4 sample answers loop at steps 2 and 4: "fine fine fine", "sett sett sett"')
+    held_out = [event for event in read_events(Path("run/events.jsonl")) if event["kind"] == "held_out"]
+    assert [event["are_degenerate"] for event in held_out] == [False, True, True, True]
+    Path("run").rename("first")
+    train(say_in_turn(*half), evaluate=more)
+    assert findings() == [], "the base model loops as often"
+
+
+RIGHT = [
+    ("no no no", "It is 4.", "It is 5.", "It is 6."),
+    (
+        "- pears\n- plums",
+        "| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |",
+        "1 2 3 4 5 6",
+        "2 x 1 = 2\n2 x 2 = 4\n2 x 3 = 6",
+    ),
+    ("banana", "Mississippi", "bye bye", "好"),
+    (
+        "def f(x):\n    return x\n\ndef g(x):\n    return x",
+        "Row, row, row your boat",
+        "yes",
+        "Monday: closed\nTuesday: closed",
+    ),
+]
+
+
+@pytest.mark.parametrize("texts", RIGHT)
+def test_lists_tables_code_and_short_answers_are_no_loops(train: Callable[..., TrainResult], texts: Any) -> None:
+    """A false alarm ends a good run, with `healing.behaviour: stop`."""
+    more = {**SETTINGS["evaluate"], "samples": 4}
+    assert train(say_in_turn(*texts), evaluate=more, healing={"behaviour": "stop"}).status == "finished"
+    assert findings() == []
 
 
 def test_healing_that_is_off_does_not_stop_a_run(train: Callable[..., TrainResult]) -> None:

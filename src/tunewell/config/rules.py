@@ -89,8 +89,9 @@ class Healing(Section):
     and over twice their maximum. In recorded runs, spikes were at least 20 times the median and hard batches at most
     3 times."""
     behaviour: Literal["warn", "stop"] = "warn"
-    """What happens if all sample answers are empty, loop or repeat the question at two evaluations in a row. `warn`:
-    the run continues with a warning. `stop`: it ends with exit code 4. The evaluation at step 0 does not count."""
+    """What happens if most sample answers are empty, loop or repeat the question at two evaluations in a row: all of
+    them, or at least half of them and two more than at step 0. `warn`: the run continues with a warning. `stop`: it
+    ends with exit code 4. The evaluation at step 0 does not count."""
     change_precision: Bool = True
     """Switch to fp32 if values repeatedly overflow in a 16-bit precision."""
     restarts: Annotated[Int, Field(ge=0)] = 3

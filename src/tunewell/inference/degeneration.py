@@ -3,6 +3,7 @@
 import re
 import string
 import unicodedata
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -107,6 +108,38 @@ _MIN_NEW = 0.25
 above 0.5."""
 _COUNTER = re.compile(r"^\s*(?:\(?\d{1,4}[.):]|[-*•])\s+", re.MULTILINE)
 _CHARACTERS = re.compile(r"([^\d\s]{1,4}?)\1+|(\s)\2+")
+
+
+_DIGITS = re.compile(r"\d+")
+_REPEATED_WORDS, _REPEATED_LETTERS = (2, 0.5), (3, 0.6)
+"""Minimum number and share of repeated items: "fine fine fine", "aaaa". "bye bye" and "banana" have fewer."""
+
+
+def is_repetitive(text: str, *, reference: str) -> bool:
+    """Return True if half of an answer repeats what is a fixed distance before it, and its reference does not.
+
+    A single answer like "no no no" may be right, so this is only a sign of a loop if many answers are repetitive. The
+    unit may change, as in "fine fine fine good good good" and in "item 1 item 2 item 3".
+    """
+    words, expected = ([_DIGITS.sub("0", word) for word in split_words(part)] for part in (text, reference))
+    has_own_words = set(words) <= {word for word, times in Counter(expected).items() if times > 1}
+    return _is_periodic(words) and not has_own_words and not _is_periodic(expected)
+
+
+def _is_periodic(words: list[str]) -> bool:
+    # Numbers and the lines of a table are no loops.
+    if 2 * sum(any(map(str.isalpha, word)) for word in words) < len(words):
+        return False
+    return any(
+        _num_repeated(items) >= max(least, share * len(items))
+        for items, (least, share) in ((words, _REPEATED_WORDS), ("".join(words), _REPEATED_LETTERS))
+    )
+
+
+def _num_repeated(items: Sequence[str]) -> int:
+    """Return the largest number of items that equal the item one period before them, over all periods."""
+    codes = np.unique([*items], return_inverse=True)[1]
+    return max((int((codes[:-period] == codes[period:]).sum()) for period in range(1, len(codes))), default=0)
 
 
 @dataclass(frozen=True)

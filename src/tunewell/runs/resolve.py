@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, read_text
+from tunewell.core.files import parse_json, read_text, sha256_once
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED

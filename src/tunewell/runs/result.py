@@ -214,7 +214,7 @@ class MetricsRecorder:
             case Rewound(step):
                 self.losses = [(at, loss) for at, loss in self.losses if at <= step]
                 self.held_out = [(at, loss) for at, loss in self.held_out if at <= step]
-            case Note(message):
+            case Note(message, is_passing=False):
                 self.notes.append(message)
         for listener in self._listeners:
             listener(event)

@@ -39,7 +39,7 @@ from tunewell.records.healing import HEALING, read_healing
 from tunewell.records.plan import Plan, write_plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.distributed import World
-from tunewell.training.evaluate import questions_of
+from tunewell.training.evaluate import mark_loops, questions_of
 from tunewell.training.events import Listener, Note, RunStarted, Sample, send_notes
 from tunewell.training.health import RunContext
 from tunewell.training.leak_probe import probe_leaks
@@ -320,7 +320,9 @@ def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> C
             text = spell(done.ids).strip()
             fault = find_degeneration(text, ids=done.ids, ended=done.ended, question=own.text, reference=own.reference)
             samples.append(Sample(step, own.document, own.prompt, own.text, text, own.reference, done.ended, fault))
-            log.append(samples[-1].__dict__)
+        samples = mark_loops(samples)
+        for own in samples:
+            log.append(own.__dict__)
         return samples
 
     return sample

@@ -1,6 +1,5 @@
 """The training loop: take steps, evaluate, save checkpoints, and recover from bad steps."""
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -20,10 +19,10 @@ from tunewell.training.optimizers.base import rate_at
 from tunewell.training.recovery import Rewind, Stop
 from tunewell.training.run import Ending, Run, state_of
 from tunewell.training.signals import Interrupted, Signals
+from tunewell.training.slow_step import SlowStep
 from tunewell.training.step import StepRecord
 
 EXIT_STOPPED = 4
-_SLOW_STEP_SECONDS = 10
 
 
 def train(run: Run, *, handle_signals: bool = True, pause_at: int | None = None) -> Ending:
@@ -35,7 +34,7 @@ def train(run: Run, *, handle_signals: bool = True, pause_at: int | None = None)
     try:
         return loop.train()
     finally:
-        loop.slow_step.cancel()
+        loop.slow_step.stop()
         run.learner.uncompile()  # later code uses different shapes, and needs the memory
 
 
@@ -48,8 +47,7 @@ class _Loop:
         self.log = StepLog(run, on_step=self.on_step)
         self.compiler = make_compiler(run)
         self.is_interrupted = False
-        self.slow_step = threading.Timer(_SLOW_STEP_SECONDS, self._announce_slow_step, [run.progress.step])
-        self.slow_step.daemon = True
+        self.slow_step = SlowStep(run)
 
     def train(self) -> Ending:
         run = self.run
@@ -67,7 +65,8 @@ class _Loop:
                 if self.healer.stop:
                     return _stopped(self.healer.stop)
                 self.log.restart_clock()
-            self.slow_step.start()
+            if self.has_steps_left():
+                self.slow_step.start()
             while self.has_steps_left():
                 try:
                     self.take_step()
@@ -100,13 +99,6 @@ class _Loop:
                 if self.is_paused() and self.has_steps_left():
                     return Ending("interrupted", f"paused after step {count(run.progress.step)}", is_resumable=True)
         return _finished(run, self.healer.conclude())
-
-    def _announce_slow_step(self, first: int) -> None:
-        """Send a note if the first step takes long: until it ends, nothing else shows that the run computes."""
-        if self.run.progress.step == first:
-            tokens = count(int(self.run.order.lengths[self.run.order.step(first).documents].sum()))
-            words = f"step {first + 1} is still computing after {_SLOW_STEP_SECONDS} s: it has {tokens} tokens"
-            self.run.listener(Note(words))
 
     def has_steps_left(self) -> bool:
         patience = self.run.config.evaluate.patience
@@ -175,6 +167,7 @@ class _Loop:
         self.log.add(StepRecord(step, groups, result, rate, limit, tokens, supervised))
 
     def on_step(self, record: StepRecord, event: StepTaken) -> None:
+        self.slow_step.stop()
         if self.compiler:
             self.compiler.on_step(self.run.learner, event)
         self.healer.on_step(record, event)
@@ -185,6 +178,7 @@ class _Loop:
             self.log.flush()
             budget = self.run.healing.limits.cap(self.plan.micro_batch_tokens.value)
             self.run.listener(Note(self.compiler.run(learner, self.run.order, budget=budget)))
+            self.slow_step.start("compiling")
 
     def evaluate(self) -> bool:
         """Evaluate on the held-out rows, and return True if this is the best evaluation so far."""

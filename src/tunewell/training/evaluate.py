@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
 from tunewell.hardware.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
+from tunewell.inference.degeneration import is_repetitive
 from tunewell.records.plan import Chosen, write_plan
 from tunewell.training.events import Evaluated, Note, Sample
 from tunewell.training.healing import Healer
@@ -21,7 +22,7 @@ from tunewell.training.run import Run
 from tunewell.training.step import TrainableModel
 
 _MIN_JUDGED = 2
-"""Number of sample answers that must all be degenerate before the model counts as broken."""
+"""Minimum number of degenerate sample answers of a broken model."""
 _MIN_READ = 8
 """Number of held-out documents that are searched for questions, even if fewer are needed."""
 _EVALUATION_SHARE = 0.1
@@ -146,7 +147,8 @@ def evaluate(run: Run, healer: Healer) -> bool:
     if math.isfinite(found.loss):  # a NaN does not count towards `evaluate.patience`
         progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
     seconds = time.perf_counter() - started
-    are_degenerate = all(sample.fault for sample in samples) if len(samples) >= _MIN_JUDGED else None
+    num_faulty, history = _num_faulty(samples), healer.monitor.history
+    are_degenerate = history.are_most_faulty(num_faulty, len(samples)) if len(samples) >= _MIN_JUDGED else None
     event = Evaluated(
         progress.step,
         found.loss,
@@ -156,6 +158,7 @@ def evaluate(run: Run, healer: Healer) -> bool:
         is_best=is_best,
         samples=samples,
         are_degenerate=are_degenerate,
+        num_faulty=num_faulty,
     )
     if run.learner.world.is_first:
         numbers = {name: value for name, value in event.__dict__.items() if name != "samples"}
@@ -236,6 +239,24 @@ def held_out_loss(learner: TrainableModel, split: TokenizedDocuments, *, budget:
                 total += learner.loss_sum(batch).to(wide)
     learner.world.all_reduce([total])
     return HeldOutLoss(float(total) / max(1, tokens), tokens, len(chosen))
+
+
+def mark_loops(samples: list[Sample]) -> list[Sample]:
+    """Mark repetitive answers as loops if, with them, at least half of the samples are degenerate.
+
+    One answer like "fine fine fine" may be right, but half of the held-out questions do not ask for one.
+    """
+    marked = [
+        replace(sample, fault="loops")
+        if sample.fault is None and is_repetitive(sample.answer, reference=sample.reference)
+        else sample
+        for sample in samples
+    ]
+    return marked if _num_faulty(marked) >= max(_MIN_JUDGED, len(samples) / 2) else samples
+
+
+def _num_faulty(samples: list[Sample]) -> int:
+    return sum(sample.fault is not None for sample in samples)
 
 
 @dataclass(frozen=True)

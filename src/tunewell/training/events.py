@@ -94,7 +94,10 @@ class Evaluated:
     is_best: bool
     samples: list[Sample] = field(default_factory=list)
     are_degenerate: bool | None = None
-    """Whether all sample answers are empty, loop or repeat the question; None if there are fewer than two."""
+    """Whether all sample answers are empty, loop or repeat the question, or at least half of them and two more than
+    at step 0; None if there are fewer than two."""
+    num_faulty: int = 0
+    """Number of sample answers that are empty, loop or repeat the question."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ class Note:
     """One line of text for the user."""
 
     message: str
+    is_passing: bool = False
+    """Whether the note is out of date at the end of the run."""
 
 
 Event = RunStarted | StepTaken | Evaluated | Healed | Rewound | Note | Progress

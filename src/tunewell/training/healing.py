@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from tunewell.core.progress import Progress
@@ -14,6 +13,7 @@ from tunewell.records.report import Fault
 from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Evaluated, Healed, Note, StepTaken
 from tunewell.training.health import Finding, HealthMonitor, StepMetrics, is_far_above
+from tunewell.training.log_rules import flat_loss
 from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
 from tunewell.training.run import Run, past_events, rewind
 from tunewell.training.step import StepRecord
@@ -25,6 +25,8 @@ _MIN_RISE = 0.05
 _FLAT, _VERY_FLAT, _MIN_STEPS = 0.005, 0.0005, 16
 """A loss that changes by less than this share in at least this many steps is flat. The held-out loss must be very flat
 if the training loss ended lower: the model may learn rows that do not help with others."""
+_MIN_EVALUATIONS = 3
+"""Evaluations after which a held-out loss is called flat before the end of the run."""
 _SHOWN_ANSWERS, _SHOWN_CHARS = 2, 60
 _DEGENERATE_IN_A_ROW = 2
 _FAULT_WORDS: dict[Fault, str] = {
@@ -81,6 +83,8 @@ class Healer:
             self._report(finding, "none", finding.words)
         if worse := [finding for finding in findings if finding not in remarks]:
             self._pending.append((worse, record))
+        if self._is_flat_due(event.step):
+            self._check_flat(event.step)
 
     def _load_history(self) -> None:
         """Add the steps before a resume to the monitor, on every rank."""
@@ -89,7 +93,7 @@ class Healer:
             self.monitor.remember(_metrics(event))
         for event in past_events(self._run, kind="held_out", until=until):
             self.monitor.remember(StepMetrics(event["step"], held_out_loss=event["loss"]))
-            self.monitor.history.add_answers(event["step"], event.get("are_degenerate"))
+            self.monitor.history.add_answers(event["step"], event.get("are_degenerate"), event.get("num_faulty", 0))
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Check the loss and the sample answers of an evaluation."""
@@ -127,49 +131,65 @@ class Healer:
 
     def conclude(self) -> str:
         """Report a loss that rose or stayed flat over the whole run. Return a short description, or "" if it fell."""
-        history, step = self.monitor.history, self._run.progress.step
-        name, first, later = self._loss_course()
-        if name == "held-out" and later[-1] > (1 + _MIN_RISE) * first and not history.has_learned():
+        history, step, losses = self.monitor.history, self._run.progress.step, self._held_out_losses()
+        if len(losses) > 1 and losses[-1] > (1 + _MIN_RISE) * losses[0] and not history.has_learned():
             if "lr-too-high" not in history.reported:
-                words = f"the held-out loss ended at {later[-1]:.3g}, above {first:.3g} before training"
-                self._report(
-                    Finding("lr-too-high", "warning", step, words, {"low": first, "now": later[-1]}), "none", words
-                )
+                words = f"the held-out loss ended at {losses[-1]:.3g}, above {losses[0]:.3g} before training"
+                numbers = {"low": losses[0], "now": losses[-1]}
+                self._report(Finding("lr-too-high", "warning", step, words, numbers), "none", words)
             return "the held-out loss rose"
-        limit = _VERY_FLAT if name == "held-out" and history.has_learned() else _FLAT
-        if step < _MIN_STEPS or not later or any(abs(loss - first) >= limit * first for loss in later):
+        return self._check_flat(step)
+
+    def _held_out_losses(self) -> list[float]:
+        """Return the held-out losses, that of the base model first; an empty list if that one is not known."""
+        found = [(step, loss) for step, loss in self.monitor.history.held_out if math.isfinite(loss)]
+        return [loss for _, loss in found] if found and found[0][0] == 0 else []
+
+    def _is_flat_due(self, step: int) -> bool:
+        """Return whether enough of the run is over to call its loss flat before its end."""
+        plan, found = self._run.plan, len(self._held_out_losses())
+        is_clear = found > _MIN_EVALUATIONS if found else 2 * step >= plan.num_steps.value
+        return is_clear and step % plan.evaluate_every.value == 0 and step >= 2 * plan.warmup_steps.value
+
+    def _check_flat(self, step: int) -> str:
+        """Report a loss that has not fallen since the start, once. Return a short description, or "" if it fell."""
+        history, run = self.monitor.history, self._run
+        name, losses = "held-out", self._held_out_losses()
+        if len(losses) > 1:
+            limit = _VERY_FLAT if history.has_learned() else _FLAT
+            is_flat = step >= _MIN_STEPS and all(abs(loss - losses[0]) < limit * losses[0] for loss in losses)
+            words = f"the held-out loss stayed at {losses[0]:.3g} for {count(step, 'step')}"
+            numbers = {"first": losses[0], "last": losses[1:]}
+            finding = Finding("flat-loss", "warning", step, words, numbers) if is_flat else None
+        else:
+            name, events = "training", past_events(run, kind="step", until=step)
+            finding = flat_loss([_metrics(event) for event in events])
+        if finding is None:
             return ""
-        words = (
-            f"the {name} loss stayed at {first:.3g} for {count(step, 'step')}: the learning rate is too low, too few "
-            "layers are trainable, or the supervised tokens do not depend on the text before them"
-        )
-        self._report(Finding("flat-loss", "warning", step, words, {"first": first, "last": later[-1]}), "none", words)
+        if "flat-loss" not in history.reported:
+            history.reported.add("flat-loss")
+            words = (
+                f"{finding.words}: the learning rate is too low, too few layers are trainable, or the supervised "
+                "tokens do not depend on the text before them. In the next run, try "
+                f"`--set train.learning_rate={min(1, 10 * run.plan.learning_rate.value):.1g}` or `auto`; `tunewell "
+                "inspect` shows the supervised tokens"
+            )
+            self._report(finding, "none", words)
         return f"the {name} loss did not fall"
 
-    def _loss_course(self) -> tuple[str, float, list[float]]:
-        """Return the first and the later held-out losses or, without any, the mean training losses of each quarter."""
-        held_out = [(step, loss) for step, loss in self.monitor.history.held_out if math.isfinite(loss)]
-        if len(held_out) > 1 and held_out[0][0] == 0:
-            return "held-out", held_out[0][1], [loss for _, loss in held_out[1:]]
-        events = past_events(self._run, kind="step", until=self._run.progress.step)
-        losses = [
-            event["loss"] for event in events if event.get("supervised_tokens", 1) and math.isfinite(event["loss"])
-        ]
-        quarter = len(losses) // 4
-        means = [fmean(losses[at : at + quarter]) for at in range(0, 4 * quarter, quarter or 1)]
-        return "training", means[0] if means else math.nan, means[1:]
-
     def _degenerate_answers(self, event: Evaluated) -> Finding | None:
-        """Return a finding if all samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
+        """Return a finding if most samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
         history = self.monitor.history
-        history.add_answers(event.step, event.are_degenerate)
+        history.add_answers(event.step, event.are_degenerate, event.num_faulty)
         if not event.are_degenerate or len(history.degenerate) != _DEGENERATE_IN_A_ROW:
             return None
-        faults = sorted({_FAULT_WORDS[sample.fault] for sample in event.samples if sample.fault})
-        answers = [sample.answer for sample in event.samples[:_SHOWN_ANSWERS]]
+        faulty = [sample for sample in event.samples if sample.fault]
+        faults = sorted({_FAULT_WORDS[sample.fault] for sample in faulty if sample.fault})
+        answers = [sample.answer for sample in faulty[:_SHOWN_ANSWERS]]
         steps = " and ".join(count(step) for step in history.degenerate)
         shown = ", ".join(f'"{_one_short_line(answer)}"' for answer in answers)
-        words = f"all {len(event.samples)} sample answers {' or '.join(faults)} at steps {steps}: {shown}"
+        share = "all" if len(faulty) == len(event.samples) else f"{len(faulty)} of"
+        words = f"{share} {len(event.samples)} sample answers {' or '.join(faults)} at steps {steps}: {shown}"
         # A model with random weights repeats a few tokens until it has learned to answer.
         is_new = self._run.about.is_from_scratch and not history.has_answered
         numbers = {"faults": faults, "steps": list(history.degenerate), "answers": answers}

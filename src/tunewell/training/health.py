@@ -98,7 +98,9 @@ class History:
     first_losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     degenerate: list[int] = field(default_factory=list)
-    """Steps of the last evaluations in a row whose sample answers were all degenerate."""
+    """Steps of the last evaluations in a row whose sample answers were degenerate."""
+    base_faulty: int = 0
+    """Number of degenerate sample answers of the base model, at step 0."""
     has_answered: bool = False
     """Whether a sample answer after step 0 was not degenerate."""
     bad_in_a_row: int = 0
@@ -106,9 +108,16 @@ class History:
     zero_losses_in_a_row: int = 0
     reported: set[str] = field(default_factory=set)
 
-    def add_answers(self, step: int, are_degenerate: bool | None) -> None:
-        """Add the sample answers of an evaluation; those at step 0 are the base model's and do not count."""
-        if step > 0 and are_degenerate is not None:
+    def are_most_faulty(self, num_faulty: int, num_samples: int) -> bool:
+        """Return whether all samples are degenerate, or at least half of them and more than the base model's."""
+        is_worse = num_faulty >= max(num_samples / 2, self.base_faulty + _MORE_FAULTY)
+        return num_faulty == num_samples or is_worse
+
+    def add_answers(self, step: int, are_degenerate: bool | None, num_faulty: int) -> None:
+        """Add the sample answers of an evaluation. Those at step 0, of the base model, are only compared with."""
+        if step == 0:
+            self.base_faulty = num_faulty
+        elif are_degenerate is not None:
             self.degenerate = [*self.degenerate, step] if are_degenerate else []
             self.has_answered = self.has_answered or not are_degenerate
 
@@ -122,6 +131,9 @@ class History:
         """Return whether the training loss has fallen below that of the first step."""
         return bool(self.recent) and median(self.losses(RECENT)) < self.first_losses[0]
 
+
+_MORE_FAULTY = 2
+"""Number of degenerate sample answers more than at step 0. A single one may be bad luck."""
 
 # The rules. Each takes the metrics of a step and the history before it, and returns a finding or None.
 

@@ -6,9 +6,10 @@ Logs of other trainers have few lines, and each line is the mean of many steps.
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import NamedTuple
 
+from tunewell.core.units import count
 from tunewell.training.health import WINDOW, Finding, HealthMonitor, RunContext, StepMetrics
 
 NOTHING_READ = "nothing-read"
@@ -37,6 +38,16 @@ _NO_LENGTH = 1e-7
 _SAME_LINES, _SAME_DIGITS = 6, 4
 """Equal losses in this many lines and digits are no coincidence. Means of three digits and DPO's ln 2 do repeat."""
 _OVERFLOWS_AT_END = 3
+_MIN_LINES = 16
+_SAME, _SAME_ERRORS = 0.005, 2.2
+"""A change of the loss by less than this share, or by fewer standard errors, is none."""
+_MAX_ERROR = 0.015
+"""Two standard errors of the change between the halves of a log, as a share of its mean. With more noise, a fall may be
+hidden."""
+_CONVERGED = 0.7
+"""A lower loss may be flat because nothing is left to learn. DPO's loss is ln 2 without an update."""
+_FULL_RATE = 0.9
+"""Share of the highest learning rate at which the warm-up is over."""
 
 
 class _Line(NamedTuple):
@@ -70,7 +81,7 @@ def apply_log_rules(log: Sequence[StepMetrics], about: RunContext) -> list[Findi
     is_dense = about.is_raw and len(log) > _MANY
     found = (
         (None if is_dense else rise(log)) or diverged(log),
-        never_moved(log),
+        never_moved(log) or flat_loss(log),
         bad_first_loss(log, about),
         overflows_at_end(log, about),
         overfitted(log),
@@ -188,6 +199,33 @@ def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
     words = f"the loss is exactly {loss!r} in all {len(lines)} lines: nothing is being trained"
     numbers = {"loss": loss, "steps": len(lines)}
     return Finding("zero-grad-no-learning", "fault", lines[0].step, words, numbers)
+
+
+def flat_loss(log: Sequence[StepMetrics]) -> Finding | None:
+    """Find a loss that provably stays where it was when training began.
+
+    The halves of the log must be equal, and so must each beginning (a quarter, an eighth, ...) and the rest, because a
+    converged run fell early. A noisy log, one that begins late and one of a warm-up prove nothing.
+    """
+    held_out = [r.held_out_loss for r in log if r.held_out_loss is not None]
+    log = [r for r in log if r.loss is not None and r.is_ordinary and r.supervised_tokens != 0]
+    losses, rates = [r.loss or 0.0 for r in log], [r.learning_rate or 0.0 for r in log]
+    if len(log) < _MIN_LINES or (level := fmean(losses)) < _CONVERGED:
+        return None
+    full_rate = next(at for at, rate in enumerate(rates) if rate >= _FULL_RATE * max(rates))
+    has_fallen = bool(held_out) and held_out[-1] < (1 - _SAME) * held_out[0]
+    if has_fallen or 4 * log[0].step > log[-1].step or 2 * full_rate > len(log):
+        return None
+    spread, begin = stdev(losses), len(log) // 2
+    if 4 * spread > _MAX_ERROR * level * math.sqrt(len(log)):
+        return None
+    while begin > 1:
+        error = spread * math.sqrt(1 / begin + 1 / (len(log) - begin))
+        if abs(fmean(losses[:begin]) - fmean(losses[begin:])) > max(_SAME_ERRORS * error, _SAME * level):
+            return None
+        begin //= 2
+    words = f"the training loss stayed at {level:.3g} for {count(log[-1].step, 'step')}"
+    return Finding("flat-loss", "warning", log[-1].step, words, {"level": level})
 
 
 def bad_first_loss(log: Sequence[StepMetrics], about: RunContext) -> Finding | None:

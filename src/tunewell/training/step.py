@@ -156,6 +156,9 @@ class TrainableModel(PackedModel):
     check_interrupt: Callable[[], None] = lambda: None
     """Called between the batches of an evaluation; raises Interrupted to end it."""
 
+    num_done: int = 0
+    """Number of tokens in the finished micro-batches of this rank."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.parameters: dict[str, nn.Parameter] = trainable_parameters(self.model)
@@ -206,6 +209,7 @@ class TrainableModel(PackedModel):
                 with self.phases("backward"):
                     (loss * (self.scaler.scale * (1.0 / num_supervised))).backward()
             loss_sum += loss.detach()
+            self.num_done += len(batch.input_ids)
         return loss_sum
 
     def compute(self, batch: MicroBatch, *, number: int, index: int) -> Tensor:
