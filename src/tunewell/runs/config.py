@@ -18,6 +18,7 @@ from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
+from tunewell.core.launcher import is_launched, num_restarts
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED, redact
@@ -25,7 +26,7 @@ from tunewell.data.sources.local import LocalFile
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Chosen, Plan, Start
-from tunewell.records.rundir import RUN_CONFIG, RunDir
+from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, RunDir, Status, read_outcome
 
 # Options of one `train` call that are not part of the config: resume, command line, process-wide settings.
 
@@ -115,6 +116,22 @@ def _key(text: str) -> tuple[str | int, ...]:
         return resolve_alias(parse_key(text.partition("=")[0].strip()))
     except UserError:
         return ()
+
+
+def ended_before(loaded: LoadedConfig) -> Outcome | None:
+    """Return the outcome of a run that a launcher starts again after its end, or None.
+
+    A run that was stopped counts only if nobody has looked at it: `--resume` alone repeats it.
+    """
+    run = loaded.path(loaded.config.run)
+    outcome = read_outcome(run) if is_launched() and (run / OUTCOME).is_file() else None
+    ends = ("finished", "stopped") if num_restarts() else ("finished",)
+    return outcome if outcome is not None and outcome.status in ends else None
+
+
+def exit_code_of(status: Status, code: int, *, is_strict: bool) -> int:
+    """Return the exit code of a run. A launcher restarts the processes if one ends with another code than 0."""
+    return 0 if status == "finished" and is_launched() and not is_strict else code
 
 
 def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:

@@ -25,7 +25,7 @@ from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 from tunewell.runs.config import RunOptions, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.outcome import write_run_files
-from tunewell.runs.prediction import plan_to_train, update_measurement
+from tunewell.runs.prediction import plan_to_train, update_outcome
 from tunewell.runs.result import MetricsRecorder, Pulse, TrainResult, make_result
 from tunewell.storage.fetch import DOWNLOADING
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
@@ -196,4 +196,4 @@ def _validated(result: TrainResult, training: Training) -> TrainResult:
         artefacts=[*result.artefacts, (str(validation.page), "the verdict and its evidence")],
         next_command=validation.report.next,
     )
-    return update_measurement(validated, training.device.name)
+    return update_outcome(validated, training.device.name)
