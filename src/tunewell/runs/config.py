@@ -75,12 +75,12 @@ def index_sets(index: str | Path | None) -> list[str]:
 def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> LoadedConfig:
     """Load the config for training.
 
-    The config in the run folder is used on resume if no config or model is given and the current folder has no
+    The config in the run folder is used on resume if no config is given and the current folder has no
     `tunewell.yaml`.
     """
     sets = [sets] if isinstance(sets, str) else sets
     is_unnamed = given is None or given == ""
-    saved = _saved_config(sets) if is_resuming and is_unnamed and flags.get("model") is None else None
+    saved = _saved_config(sets) if is_resuming and is_unnamed else None
     if saved is None:
         loaded = to_loaded_config(given, sets, **flags)
         require_no_open_points(loaded)
@@ -107,6 +107,11 @@ def _saved_config(sets: Sequence[str]) -> dict[str, Any] | None:
     saved = load_config(folder / RUN_CONFIG)
     run_folder, working_folder = folder.resolve(), Path.cwd()
     tree = _with_paths(saved, lambda path: relative_path(os.path.normpath(run_folder / path), working_folder))
+    if not (saved.path(saved.config.corpus) / MANIFEST).is_file():  # on another machine, copied together with the run
+        name = Path(saved.config.corpus).name
+        for folder in (run_folder.parent, run_folder, working_folder):
+            if (folder / name / MANIFEST).is_file():
+                tree["corpus"] = relative_path(str(folder / name), working_folder)
     return tree | {"run": current.config.run}
 
 
@@ -153,12 +158,23 @@ def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
 def require_inputs(loaded: LoadedConfig, *, is_resuming: bool) -> None:
     """Raise UserError for missing data, rows or a missing model. This needs no torch, so nobody waits for the error."""
     require_training_data(loaded, is_resuming=is_resuming)
-    for source in loaded.config.data.sources:
-        if not is_url(source.path):
-            LocalFile.find(source.path, base=loaded.base)
+    if not is_resuming and (missing := missing_rows(loaded)):
+        raise missing
     model = loaded.config.model
     if model is not None and not is_preset(model) and not loaded.path(model).exists():
         locate(loaded.seen(model))
+
+
+def missing_rows(loaded: LoadedConfig) -> UserError | None:
+    """Return the error of the first source of rows that does not exist, or None."""
+    data = loaded.config.data
+    for path in (*(source.path for source in data.sources), data.held_out_file):
+        try:
+            if path is not None and not is_url(path):
+                LocalFile.find(path, base=loaded.base)
+        except UserError as error:
+            return error
+    return None
 
 
 def with_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start | None]:

@@ -19,10 +19,11 @@ from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.device import probe_device, torch_threads
 from tunewell.integrations.trackers.start import require_trackers, start_trackers
+from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan, Start
 from tunewell.records.report import EXIT_NOT_VALIDATED
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
-from tunewell.runs.config import RunOptions, require_training_data, with_start
+from tunewell.runs.config import RunOptions, missing_rows, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.outcome import write_run_files
 from tunewell.runs.prediction import plan_to_train, update_outcome
@@ -103,9 +104,12 @@ class Training:
             return result
 
     def prepare(self) -> None:
-        """Prepare the corpus on rank 0. Without sources, the existing corpus is used."""
+        """Prepare the corpus on rank 0. Without sources, or on a machine without them, the existing corpus is used."""
         with self.recorder.stage("prepare", stage := "preparing the corpus"):
-            if self.loaded.config.data.sources and self.world.is_first:
+            missing = missing_rows(self.loaded) if self.options.is_resuming else None
+            if missing and (self.loaded.path(self.loaded.config.corpus) / MANIFEST).is_file():
+                self.recorder.note(f"{missing.what}: the run goes on with its corpus, which has these rows")
+            elif self.loaded.config.data.sources and self.world.is_first:
                 prepare(self.loaded, progress=only_stage(self.recorder, DOWNLOADING, stage))
 
     def plan(self, folder: RunFolder) -> tuple[Corpus, Plan, DataOrder]:
