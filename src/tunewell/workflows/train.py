@@ -30,6 +30,7 @@ from tunewell.runs.prediction import plan_to_train, update_outcome
 from tunewell.runs.result import MetricsRecorder, Pulse, TrainResult, make_result
 from tunewell.storage.fetch import DOWNLOADING
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
+from tunewell.training.device_check import check_device
 from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
 from tunewell.training.events import CheckedItem, Listener
@@ -152,6 +153,7 @@ class Training:
             else:
                 folder.write_config(self.loaded, argv=options.argv)
         with recorder.stage("check", "checking that rows stay separate"):
+            self.device = check_device(inputs, run, self.device)
             check_packing(inputs, run)
         return inputs, run
 
@@ -182,7 +184,7 @@ def _validated(result: TrainResult, training: Training) -> TrainResult:
     loaded, recorder, model = training.loaded, training.recorder, training.loaded.config.model or ""
     # A secret in the model's name is removed from the run's files, so the run does not know its base model.
     base = loaded.seen(model) if redact(model) != model else None
-    options = ValidateOptions(device=loaded.config.device, base=base, allow_pickle=training.options.allow_pickle)
+    options = ValidateOptions(device=training.device.name, base=base, allow_pickle=training.options.allow_pickle)
     started = time.perf_counter()
     try:
         validation = validate(result.run, options=options, progress=recorder)

@@ -1,0 +1,83 @@
+"""Check before the first step that an Apple GPU computes what the CPU computes. If it does not, train on the CPU."""
+
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tunewell.core.units import size_bytes
+from tunewell.data.batches import MicroBatch, make_batch
+from tunewell.hardware.facts import DeviceFacts, cpu_facts
+from tunewell.hardware.out_of_memory import free_memory, is_out_of_memory
+from tunewell.records.healing import HealingEntry
+from tunewell.records.plan import Chosen, write_plan
+from tunewell.training.build import RunInputs
+from tunewell.training.events import Healed, Note
+from tunewell.training.leak_probe import distance
+from tunewell.training.run import Run
+from tunewell.training.step import TrainableModel
+
+_TOKENS = 256
+_BOUND = 1e-3
+"""Relative difference. Summing fp32 numbers in another order makes 1e-5 at most; wrong kernels made 1e-2 and more."""
+
+
+def check_device(parts: RunInputs, run: Run, device: DeviceFacts) -> DeviceFacts:
+    """Compare a forward and backward pass on `mps` with the CPU. Return the device to train on, which may be the CPU.
+
+    The model is moved to the CPU and back, so that no third copy is needed. The check is skipped, with a note, if two
+    copies do not fit into memory, which the Apple GPU shares with the CPU.
+    """
+    learner, host = run.learner, cpu_facts()
+    if learner.device.type != "mps":
+        return device
+    model = chain(learner.model.parameters(), learner.model.buffers(), learner.parameters.values())  # and gradients
+    needed, free = sum(tensor.nbytes for tensor in model), host.free_bytes
+    if free is not None and needed > free:
+        message = f"a second copy of the model needs {size_bytes(needed)}, and {size_bytes(free)} are free"
+        run.listener(Note(f"not checked whether mps computes what the CPU computes: {message}"))
+        return device
+    lengths = run.order.lengths
+    order = np.argsort(lengths, kind="stable")
+    batch = make_batch(run.documents, order[: max(1, int((lengths[order].cumsum() <= _TOKENS).sum()))])
+    found = problem = None
+    try:
+        found = _pass(learner, batch)
+    except (RuntimeError, TypeError) as error:
+        if is_out_of_memory(error):
+            free_memory(error)
+            run.listener(Note("not checked whether mps computes what the CPU computes: out of memory"))
+            return device
+        problem = f"it cannot compute a step: {error}".partition("\n")[0]
+    learner.drop_gradients()
+    learner.change(precision=None, device="cpu")
+    if found is not None:
+        expected = _pass(learner, batch)
+        loss, norms = distance(found[:1], expected[:1]), distance(found[1:], expected[1:])
+        problem = f"differ from the CPU's by {loss:.0e} and {norms:.0e}; rounding explains at most {_BOUND:.0e}"
+        problem = f"the loss and the gradient norms of one micro-batch {problem}"
+        if max(loss, norms) <= _BOUND:
+            learner.change(precision=None, device="mps")
+            run.listener(Note(f"check passed: on mps, {problem}"))
+            return device
+    words = f"the run is on the CPU, because mps is wrong: {problem}"
+    run.plan = parts.plan = run.plan.model_copy(update={"device": Chosen[str](value="cpu", because=words)})
+    if parts.world.is_first:
+        write_plan(parts.folder, run.plan)
+    run.about = replace(run.about, device="cpu")
+    entry = HealingEntry(run.progress.step, "wrong-device", "fault", "none", words)
+    run.healing.add(entry)
+    run.listener(Healed(entry))
+    return host
+
+
+def _pass(learner: TrainableModel, batch: MicroBatch) -> Tensor:
+    """Return the loss of a micro-batch and the gradient norm of each parameter, without dropout."""
+    learner.model.eval()
+    loss = learner.loss_sum(batch)
+    loss.backward()
+    norms = [gradient.norm() for gradient in learner.optimizer.gradients().values()]
+    learner.drop_gradients()
+    return torch.stack([loss.detach(), *norms]).cpu()
