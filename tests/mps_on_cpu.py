@@ -60,6 +60,9 @@ class _Devices(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _DEVICE_OF:
             return MPS if on_mps(args[0]) else func(*args)
+        if func is torch.Tensor.backward:
+            with self:  # the backward pass computes layers again, for gradient checkpointing
+                return torch.autograd.backward(args[0], kwargs.pop("gradient", None), **kwargs)
         if func is torch.Tensor.to:
             return _moved(args[0], [*args[1:], *kwargs.values()])
         if func is torch.Tensor.cpu:

@@ -47,7 +47,7 @@ def _notes(run: Run) -> str:
 def test_a_device_that_computes_the_same_is_used(tmp_path: Path, config: dict[str, Any]) -> None:
     """Dropout draws other numbers on a GPU, which is no difference between two devices."""
     run, kind = _checked(tmp_path, **config)
-    assert kind == "mps" and "check passed: on mps" in _notes(run)
+    assert kind == "mps" and "check passed: the loss and the gradient norms of a micro-batch on mps" in _notes(run)
     alone = make_run(tmp_path / "cpu", plan={"num_steps": 2}, config=config)
     train(alone, handle_signals=False)
     assert isinstance(run.listener, Remembering) and isinstance(alone.listener, Remembering)
@@ -83,7 +83,7 @@ def _backward_only(name: str, out: Any) -> Any:
         (_scaled("aten::embedding"), "rounding explains at most 1e-03"),
         (_backward_only, "by 0e+00 and"),
         (_broken, "by nan and nan"),
-        (_unsupported, "it cannot compute a step: The operator 'aten::embedding' is not currently implemented"),
+        (_unsupported, "mps cannot compute a step: The operator 'aten::embedding' is not currently implemented"),
     ],
 )
 def test_a_device_that_computes_something_else_is_not_trained_on(
@@ -114,7 +114,7 @@ def test_a_check_that_is_out_of_memory_leaves_the_run_to_its_own_remedies(tmp_pa
         return out
 
     run, kind = _checked(tmp_path, full)
-    assert kind == "mps" and "not checked whether mps computes what the CPU computes: out of memory" in _notes(run)
+    assert kind == "mps" and "mps was not compared with the CPU: out of memory" in _notes(run)
 
 
 def test_the_stand_in_refuses_what_an_apple_gpu_refuses() -> None:
