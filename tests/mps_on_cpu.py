@@ -60,9 +60,6 @@ class _Devices(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _DEVICE_OF:
             return MPS if on_mps(args[0]) else func(*args)
-        if func is torch.Tensor.backward:
-            with self:  # the backward pass computes layers again, for gradient checkpointing
-                return torch.autograd.backward(args[0], kwargs.pop("gradient", None), **kwargs)
         if func is torch.Tensor.to:
             return _moved(args[0], [*args[1:], *kwargs.values()])
         if func is torch.Tensor.cpu:
@@ -127,6 +124,14 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu" if _is_mps(device) else device)
 
 
+_RUN_BACKWARD: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    with _Devices():  # torch leaves the mode, but gradient checkpointing computes layers again
+        return _RUN_BACKWARD(*args, **kwargs)
+
+
 _FROM_PRETRAINED: Any = PreTrainedModel.from_pretrained
 
 
@@ -152,6 +157,8 @@ def mps_on_cpu(change: _Change | None = None, *, memory_bytes: int = _MEMORY_BYT
         "empty_cache": lambda: None,
         "synchronize": lambda: None,
         "manual_seed": lambda seed: None,
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": torch.set_rng_state,
     }
     with ExitStack() as stack:
         for name, function in functions.items():
@@ -159,6 +166,7 @@ def mps_on_cpu(change: _Change | None = None, *, memory_bytes: int = _MEMORY_BYT
         stack.enter_context(mock.patch.object(torch.backends.mps, "is_available", lambda: True))
         stack.enter_context(mock.patch.object(torch, "compile", _refuse_compiler))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward))
         stack.enter_context(mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained)))
         stack.enter_context(_Operators(change))
         stack.enter_context(_Devices())
