@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo  # looks at the types that are replaced below
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +40,7 @@ def _mark(value: Any) -> Any:
                 "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use "
                 "float32 instead."
             )
-        value.untyped_storage().is_mps = True
+        value.untyped_storage().is_mps = True  # type: ignore[attr-defined]
     return value
 
 
@@ -166,6 +167,9 @@ def mps_on_cpu(change: _Change | None = None, *, memory_bytes: int = _MEMORY_BYT
         stack.enter_context(mock.patch.object(torch.backends.mps, "is_available", lambda: True))
         stack.enter_context(mock.patch.object(torch, "compile", _refuse_compiler))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        # Gradient checkpointing saves the device of a tensor outside of the function mode, and compares it inside.
+        checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+        stack.enter_context(mock.patch.dict(checks, {"default": lambda tensor: {}}))
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward))
         stack.enter_context(mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained)))
         stack.enter_context(_Operators(change))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, rendezvous
 
 from tunewell.core.errors import SharedError, UserError
 from tunewell.core.launcher import num_restarts, world_size
@@ -63,8 +64,8 @@ class World:
             if not dist.is_initialized():
                 backend = "nccl" if device.type == "cuda" else "gloo"
                 # torchrun keeps its store when it restarts the processes: it still has the addresses of the old ones.
-                store, rank, size = next(dist.rendezvous("env://"))
-                store = dist.PrefixStore(f"restart {num_restarts()}", store)
+                store, rank, size = next(rendezvous("env://"))
+                store = PrefixStore(f"restart {num_restarts()}", store)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size)
             host_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         except (dist.DistError, ValueError, RuntimeError) as error:
