@@ -14,6 +14,7 @@ from typing import Annotated, get_type_hints
 import pytest
 import typer
 from recorded_runs import Clock, a_start, play
+from tiny_runs import make_plan
 
 from tunewell.cli import main as frame
 from tunewell.cli.commands import train as train_command
@@ -21,6 +22,8 @@ from tunewell.cli.main import COMMANDS, main
 from tunewell.cli.screens.train_result import train_result_screen
 from tunewell.config.load import as_sets, load_config
 from tunewell.records.healing import HealingEntry
+from tunewell.records.plan import write_plan
+from tunewell.records.rundir import Outcome, write_outcome
 
 LOSSES = [(step, 2.0 - step / 100) for step in range(1, 96)]
 
@@ -277,9 +280,86 @@ def test_of_many_processes_one_reports(trained, monkeypatch, tmp_path, capsys, f
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "3")
-    trained(replace(Result(), exit_code=4))
+    trained(replace(Result(), status="stopped", exit_code=4))
     assert main(["train", *flags]) == 4
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "expected"),
+    [
+        ({}, [], 3),
+        ({}, ["--strict"], 3),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, [], 0),
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, [], 0),
+        ({"TORCHELASTIC_RUN_ID": "none"}, [], 0),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, ["--strict"], 3),
+    ],
+)
+def test_a_launcher_sees_a_failure_only_if_the_training_failed(
+    trained, monkeypatch, tmp_path, variables, flags, expected
+):
+    """With the code of a WEAK verdict, torchrun printed FAILED and started the finished run again."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    trained(replace(Result(), exit_code=3))
+    assert main(["train", "--no-supervisor", *flags]) == expected
+    trained(replace(Result(), status="stopped", exit_code=4))
+    assert main(["train", "--no-supervisor", *flags]) == 4
+    trained(replace(Result(), status="interrupted", exit_code=143))
+    assert main(["train", "--no-supervisor", *flags]) == 143
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict", "restarts", "flags", "expected"),
+    [
+        ("finished", "WEAK", 1, [], 0),
+        ("finished", "WEAK", 0, ["--resume"], 0),
+        ("finished", "WEAK", 1, ["--strict"], 3),
+        ("finished", None, 1, ["--strict"], 0),
+        ("stopped", None, 1, [], 4),
+        ("stopped", None, 1, ["--strict"], 4),
+    ],
+)
+def test_a_launcher_that_starts_an_ended_run_again_is_told_at_once(
+    trained, monkeypatch, tmp_path, capsys, status, verdict, restarts, flags, expected
+):
+    """The restarted processes of a finished run waited for each other until they were killed."""
+    monkeypatch.chdir(tmp_path)
+    _end_run(tmp_path / "run", status, verdict)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():
+        monkeypatch.setenv(name, value)
+    calls = trained(None)
+    assert main(["train", *flags]) == expected
+    assert "nothing to train: `run` has ended: a reason" in capsys.readouterr().out
+    assert main(["train", "--json", *flags]) == expected
+    assert json.loads(capsys.readouterr().out)["verdict"] == verdict
+    monkeypatch.setenv("RANK", "1")  # it has no verdict, as when the run ended
+    assert main(["train", *flags]) == (expected if status == "stopped" else 0)
+    assert capsys.readouterr().out == "" and calls == []
+
+
+def test_a_run_that_was_stopped_goes_on_if_a_person_asks(trained, monkeypatch, tmp_path):
+    """`--resume` after a disk was cleared is no restart by a launcher; nor is another setting."""
+    monkeypatch.chdir(tmp_path)
+    _end_run(tmp_path / "run", "stopped", None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trained(Result())
+    assert main(["train", "--resume"]) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(["train", "--resume", "--allow-change", "learning_rate"]) == 0
+
+
+def _end_run(run: Path, status, verdict):
+    run.mkdir()
+    write_plan(run, make_plan())
+    outcome = Outcome(
+        made_by="test", status=status, verdict=verdict, reason="a reason", steps=3, planned_steps=3, seconds=1, tokens=9
+    )
+    write_outcome(run, outcome)
 
 
 @pytest.mark.parametrize("text", ["a b", "5", "null", "x: y", "#1", "[1]", 'say "hi"', "C:\\new", "ü 三"])

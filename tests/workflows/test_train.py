@@ -2,11 +2,13 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -27,6 +29,7 @@ from tunewell.hardware.facts import cpu_facts
 from tunewell.records.checkpoint import read_manifest, write_manifest
 from tunewell.records.events import read_events
 from tunewell.records.plan import Chosen, read_plan
+from tunewell.records.rundir import read_outcome
 from tunewell.runs import outcome as train_ending
 from tunewell.training.build import CHANGE_NAMES, identity_of
 
@@ -439,6 +442,68 @@ def test_two_processes_train_one_run(project: Path) -> None:
         (step, pytest.approx(loss, rel=1e-4)) for step, loss in _losses(project / "alone")
     ]
     assert len(list((project / "together" / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "fault", "flags", "status", "code"),
+    [
+        (1, "", [], "finished", 0),
+        (2, "", [], "finished", 0),
+        (2, "kill@step:step=3,marker=marker", [], "finished", 0),
+        (2, "", ["--strict"], "finished", 1),
+        (2, "nan@gradients:step=1,times=99", ["--set", "healing.max_rewinds=0"], "stopped", 1),
+    ],
+    ids=["alone", "ends", "killed", "strict", "stopped"],
+)
+def test_torchrun_restarts_only_what_can_go_on(
+    project: Path, size: int, fault: str, flags: list[str], status: str, code: int
+) -> None:
+    """A FAIL verdict made torchrun restart the finished run, whose processes then waited for addresses of dead ones."""
+    sets = ("verdict.after_training=true", "train.learning_rate=1e-6", "healing.restarts=0")
+    command = ["-m", "torch.distributed.run", f"--nproc-per-node={size}", "--max-restarts=1", "-m", "tunewell"]
+    arguments = [*_arguments(*flags, sets=sets), "--enable-fault-injection"]
+    done = subprocess.run(
+        [sys.executable, *command, *arguments],
+        cwd=project,
+        env=os.environ | {"TUNEWELL_FAULTS": fault},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, "FAILED" in done.stderr) == (code, code == 1), done.stderr
+    outcome = read_outcome(project / "run")
+    assert (outcome.status, outcome.verdict) == (status, "FAIL" if status == "finished" else None)
+    assert done.stdout.count("nothing to train") == (code == 1)
+    if fault.startswith("kill"):
+        assert "resumed after step 2" in done.stderr
+        assert [step for step, _ in _losses(project / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sets", [("corpus=ABSOLUTE",), ()], ids=["corpus elsewhere", "corpus beside"])
+def test_a_run_and_its_corpus_resume_on_another_machine(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...]
+) -> None:
+    """The rows of the first machine were asked for, although the corpus has them."""
+    corpus = project / ("prepared/corpus" if sets else "corpus")
+    done = _train(project, sets=tuple(text.replace("ABSOLUTE", str(corpus)) for text in sets))
+    assert done.returncode == 0, done.stderr
+    losses = _losses(project / "run")
+    other = tmp_path_factory.mktemp("other")
+    shutil.copytree(project / "run", other / "run")
+    shutil.copytree(corpus, other / "corpus")
+    shutil.rmtree(other / "run" / "checkpoints" / "step-000006")
+    project.rename(tmp_path_factory.mktemp("gone") / "project")
+    monkeypatch.chdir(other)
+    done = run_command("train", "--resume", cwd=other)
+    assert done.returncode == 0, done.stderr
+    assert _losses(other / "run") == losses
+    assert "the run goes on with its corpus, which has these rows" in done.stderr
+    shutil.rmtree(other / "corpus")  # without it, the rows are needed
+    done = run_command("train", "--resume", cwd=other)
+    assert done.returncode == 2 and "rows.jsonl" in done.stderr
 
 
 def test_what_two_processes_are_refused_is_told_once(project: Path) -> None:

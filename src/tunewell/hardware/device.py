@@ -21,7 +21,7 @@ _AMPERE = (8, 0)
 def probe_device(name: str) -> DeviceFacts:
     """Return a device's facts (`auto`: the best device, `cuda`: torch's current GPU); raise UserError if not found."""
     available = _available_devices()
-    asked = name
+    asked, name = name, name.replace("mps:0", "mps")  # as torch calls the device of a tensor
     if name == "auto":
         name = available[0].partition(":")[0]
     if name == "cuda" and "cuda:0" in available:

@@ -77,10 +77,10 @@ class DoraLinear(LoraLinear):
     @torch.no_grad()
     def weight_change(self, rows: slice) -> Tensor:
         """Return rows of magnitude / |V| * V - W."""
-        weight = self.base_layer.weight[rows].double().cpu()
+        weight = self.base_layer.weight[rows].cpu().double()
         raised = weight + super().weight_change(rows)
         norms = raised.square().sum(1).sqrt().clamp(min=_MIN_NORM)
-        factors = self.lora_magnitude_vector[rows].double().cpu() / norms
+        factors = self.lora_magnitude_vector[rows].cpu().double() / norms
         return factors[:, None] * raised - weight
 
     def change_direction(self) -> Tensor | None:

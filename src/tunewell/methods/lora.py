@@ -376,7 +376,7 @@ class LoraLinear(AdapterLayer):
         return across @ vectors[0] if sizes.numel() and float(sizes[0]) else None
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        return self.lora_A.double().cpu(), self.lora_B.double().cpu() * self.scale
+        return self.lora_A.cpu().double(), self.lora_B.cpu().double() * self.scale
 
 
 Lora.layer_class = LoraLinear

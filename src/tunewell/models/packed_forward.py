@@ -170,7 +170,7 @@ class PackedModel:
         for hidden, targets in zip(hidden_RH.split(rows), targets_R.split(rows), strict=True):
             logits = self.head.apply(torch.nn.functional.linear(hidden, weight, bias).float())
             losses.append(logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0])
-        return torch.cat(losses).double().cpu().numpy() if losses else np.zeros(0)
+        return torch.cat(losses).cpu().double().numpy() if losses else np.zeros(0)
 
     def _select(self, hidden_TH: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return the selected rows in the precision of the head."""

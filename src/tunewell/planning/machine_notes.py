@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tunewell.core.launcher import world_size
 from tunewell.core.units import count, duration, size_bytes
 from tunewell.hardware.machine import Machine
 from tunewell.planning.forecast import Outlook
@@ -45,7 +46,7 @@ def machine_notes(machine: Machine, plan: Plan, outlook: Outlook, *, corpus: Pat
     if machine.container_bytes is not None:
         notes.append(f"the container may use {size_bytes(machine.container_bytes)} of memory; beyond that it is killed")
     shared = machine.shared_memory_bytes
-    if shared is not None and shared < _SMALL_SHARED_MEMORY and int_world() > 1:
+    if shared is not None and shared < _SMALL_SHARED_MEMORY and world_size() > 1:
         notes.append(
             f"/dev/shm has only {size_bytes(shared)}: NCCL needs more; start the container with `--shm-size=8g`"
         )
@@ -67,14 +68,6 @@ def machine_notes(machine: Machine, plan: Plan, outlook: Outlook, *, corpus: Pat
     if seconds.expected > 86_400 and device.kind == "cpu":
         notes.append(f"the run takes about {duration(seconds.expected)} on a CPU: `tunewell plan --gpu t4,l4,4090`")
     return notes
-
-
-def int_world() -> int:
-    """Return the number of processes that a launcher started."""
-    import os
-
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1
 
 
 def _wsl_notes(machine: Machine, corpus: Path, run: Path, *, is_gpu: bool) -> list[str]:

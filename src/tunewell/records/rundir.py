@@ -19,6 +19,7 @@ from tunewell.records.events import plain
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
 from tunewell.records.prediction import Measurement, Prediction
+from tunewell.records.report import Level
 
 LOCK = ".lock"
 """The lock of a run folder. Its text names the process that works in it."""
@@ -106,6 +107,7 @@ class RunDir:
 
     def keep(self) -> None:
         """Keep the files from now on, however the run ends. Called before the first step."""
+        (self.path / OUTCOME).unlink(missing_ok=True)  # that of an earlier start of the run
         self._is_kept = True
 
     def close(self) -> None:
@@ -196,6 +198,8 @@ class Outcome(Record):
     format: str = "tunewell-outcome"
     format_version: int = 1
     made_by: str
+    verdict: Level | None = None
+    """The verdict of the validation after training; None before it, and without one."""
     status: Status
     """`finished`: all steps or early stopping; `interrupted`: signal; `stopped`: health rule; `failed`: error."""
     reason: str

@@ -18,6 +18,7 @@ from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
+from tunewell.core.launcher import is_launched, num_restarts
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED, redact
@@ -25,7 +26,7 @@ from tunewell.data.sources.local import LocalFile
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Chosen, Plan, Start
-from tunewell.records.rundir import RUN_CONFIG, RunDir
+from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, RunDir, Status, read_outcome
 
 # Options of one `train` call that are not part of the config: resume, command line, process-wide settings.
 
@@ -74,12 +75,12 @@ def index_sets(index: str | Path | None) -> list[str]:
 def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> LoadedConfig:
     """Load the config for training.
 
-    The config in the run folder is used on resume if no config or model is given and the current folder has no
+    The config in the run folder is used on resume if no config is given and the current folder has no
     `tunewell.yaml`.
     """
     sets = [sets] if isinstance(sets, str) else sets
     is_unnamed = given is None or given == ""
-    saved = _saved_config(sets) if is_resuming and is_unnamed and flags.get("model") is None else None
+    saved = _saved_config(sets) if is_resuming and is_unnamed else None
     if saved is None:
         loaded = to_loaded_config(given, sets, **flags)
         require_no_open_points(loaded)
@@ -106,6 +107,11 @@ def _saved_config(sets: Sequence[str]) -> dict[str, Any] | None:
     saved = load_config(folder / RUN_CONFIG)
     run_folder, working_folder = folder.resolve(), Path.cwd()
     tree = _with_paths(saved, lambda path: relative_path(os.path.normpath(run_folder / path), working_folder))
+    if not (saved.path(saved.config.corpus) / MANIFEST).is_file():  # on another machine, copied together with the run
+        name = Path(saved.config.corpus).name
+        for folder in (run_folder.parent, run_folder, working_folder):
+            if (folder / name / MANIFEST).is_file():
+                tree["corpus"] = relative_path(str(folder / name), working_folder)
     return tree | {"run": current.config.run}
 
 
@@ -115,6 +121,22 @@ def _key(text: str) -> tuple[str | int, ...]:
         return resolve_alias(parse_key(text.partition("=")[0].strip()))
     except UserError:
         return ()
+
+
+def ended_before(loaded: LoadedConfig) -> Outcome | None:
+    """Return the outcome of a run that a launcher starts again after its end, or None.
+
+    A run that was stopped counts only if nobody has looked at it: `--resume` alone repeats it.
+    """
+    run = loaded.path(loaded.config.run)
+    outcome = read_outcome(run) if is_launched() and (run / OUTCOME).is_file() else None
+    ends = ("finished", "stopped") if num_restarts() else ("finished",)
+    return outcome if outcome is not None and outcome.status in ends else None
+
+
+def exit_code_of(status: Status, code: int, *, is_strict: bool) -> int:
+    """Return the exit code of a run. A launcher restarts the processes if one ends with another code than 0."""
+    return 0 if status == "finished" and is_launched() and not is_strict else code
 
 
 def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
@@ -136,12 +158,23 @@ def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
 def require_inputs(loaded: LoadedConfig, *, is_resuming: bool) -> None:
     """Raise UserError for missing data, rows or a missing model. This needs no torch, so nobody waits for the error."""
     require_training_data(loaded, is_resuming=is_resuming)
-    for source in loaded.config.data.sources:
-        if not is_url(source.path):
-            LocalFile.find(source.path, base=loaded.base)
+    if not is_resuming and (missing := missing_rows(loaded)):
+        raise missing
     model = loaded.config.model
     if model is not None and not is_preset(model) and not loaded.path(model).exists():
         locate(loaded.seen(model))
+
+
+def missing_rows(loaded: LoadedConfig) -> UserError | None:
+    """Return the error of the first source of rows that does not exist, or None."""
+    data = loaded.config.data
+    for path in (*(source.path for source in data.sources), data.held_out_file):
+        try:
+            if path is not None and not is_url(path):
+                LocalFile.find(path, base=loaded.base)
+        except UserError as error:
+            return error
+    return None
 
 
 def with_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start | None]:

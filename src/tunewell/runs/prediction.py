@@ -107,9 +107,13 @@ def make_measurement(result: TrainResult, device: str) -> Measurement:
     return Measurement(peak_bytes=peak, seconds=round(seconds, 3), phases=rounded)
 
 
-def update_measurement(result: TrainResult, device: str) -> TrainResult:
-    """Replace the measurement in `outcome.json` after the verdict, which is part of the run. Return the result."""
+def update_outcome(result: TrainResult, device: str) -> TrainResult:
+    """Write the verdict to `outcome.json`, and what the run needed with it. Return the result."""
     with suppress(OSError, UserError):  # the run is complete without it
         outcome = read_record(result.run / OUTCOME, Outcome)
-        write_outcome(result.run, outcome.model_copy(update={"measured": make_measurement(result, device)}))
+        update = {
+            "measured": make_measurement(result, device),
+            "verdict": result.validation and result.validation.report.verdict,
+        }
+        write_outcome(result.run, outcome.model_copy(update=update))
     return result

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 # Nothing else is imported before the run is started: its own start takes seconds.
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
+from tunewell.core.launcher import world_size
 from tunewell.core.units import count
 from tunewell.runs.hang_monitor import HangMonitor, process_cpu_seconds
 
@@ -52,7 +53,7 @@ RunSettings = Callable[[], tuple[Path, "Healing"]]
 
 def can_supervise() -> bool:
     """Return whether a run can be supervised here: not under torchrun, in a debugger or on Windows."""
-    return os.name == "posix" and int(os.environ.get("WORLD_SIZE", "1")) <= 1 and sys.gettrace() is None
+    return os.name == "posix" and world_size() <= 1 and sys.gettrace() is None
 
 
 def supervise(command_line: CommandLine, *, settings: RunSettings, report: Callable[[str], None]) -> int:

@@ -12,8 +12,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from tunewell.core.errors import SharedError, UserError
+from tunewell.core.launcher import num_restarts, world_size
 from tunewell.core.units import count
 
 T = TypeVar("T")
@@ -55,12 +58,16 @@ class World:
     @classmethod
     def initialise(cls, device: torch.device) -> "World":
         """Connect to the other ranks if a launcher set `RANK` and `WORLD_SIZE`; otherwise return a world of size 1."""
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        size = world_size()
         if size <= 1:
             return cls()
         try:
             if not dist.is_initialized():
-                dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                # torchrun keeps its store when it restarts the processes: it still has the addresses of the old ones.
+                store, rank, size = next(rendezvous("env://"))
+                store = PrefixStore(f"restart {num_restarts()}", store)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size)
             host_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         except (dist.DistError, ValueError, RuntimeError) as error:
             raise UserError(

@@ -56,8 +56,8 @@ def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe
         with stock_attention(learner.model):
             stock = [_stock_logits(learner, part) for part in parts]
     probe = Probe(
-        packed_from_alone=max(_distance(a, b) for a, b in zip(packed, alone, strict=True)),
-        alone_from_stock=max(_distance(a, b) for a, b in zip(alone, stock, strict=True)),
+        packed_from_alone=max(distance(a, b) for a, b in zip(packed, alone, strict=True)),
+        alone_from_stock=max(distance(a, b) for a, b in zip(alone, stock, strict=True)),
         num_documents=len(parts),
         longest=max(part.num_tokens for part in parts),
     )
@@ -116,5 +116,6 @@ def _stock_logits(learner: TrainableModel, part: MicroBatch) -> Tensor:
         return _logits(learner, learner.body(input_ids=ids, use_cache=False).last_hidden_state[0])
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the relative difference of two tensors."""
     return float((a - b).norm() / b.norm().clamp_min(1e-12))

@@ -114,10 +114,14 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    if device.type == "mps":
+        return torch.get_rng_state(), torch.mps.get_rng_state()
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
     torch.set_rng_state(state[0])
-    if state[1] is not None:
+    if state[1] is not None and device.type == "mps":
+        torch.mps.set_rng_state(state[1])
+    elif state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

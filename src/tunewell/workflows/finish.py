@@ -1,11 +1,11 @@
 """The end of `tunewell train`: carry out `export.to` with the model that was trained."""
 
-import os
 import shlex
 from dataclasses import dataclass
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
+from tunewell.core.launcher import is_first
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.runs.result import TrainResult
 from tunewell.workflows.export import Announce, Exported, export
@@ -34,8 +34,8 @@ def export_after_training(
 
     The model is trained and saved, so a UserError becomes a note with the command that repeats the export.
     """
-    targets, is_first = loaded.config.export.to, os.environ.get("RANK", "0") == "0"
-    if not targets or result.status != "finished" or not is_first:
+    targets = loaded.config.export.to
+    if not targets or result.status != "finished" or not is_first():
         return ExportStep()
     command = shlex.join(["tunewell", "export", str(result.run), "--to", ",".join(targets)])
     if result.validation is not None and result.validation.report.verdict == "FAIL":

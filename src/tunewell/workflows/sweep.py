@@ -1,6 +1,5 @@
 """`tunewell sweep`: train with every combination of some settings, in one process, and name the best."""
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from pathlib import Path
 from tunewell.config.load import ConfigLike
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, make_private, require_output_path
+from tunewell.core.launcher import world_size
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.records.rundir import LOCK
 from tunewell.runs.config import RunOptions
@@ -55,7 +55,7 @@ def sweep(
 
     Raises UserError before the first run for invalid alternatives, rows without held-out ones, and a folder in use.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size() > 1:
         raise UserError("a sweep trains in one process", fix="start it without torchrun")
     if options.seeds < 1:
         raise UserError(f"`--seeds {options.seeds}` is not a number of seeds", fix="use at least 1")

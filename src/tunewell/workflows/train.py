@@ -19,16 +19,18 @@ from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.device import probe_device, torch_threads
 from tunewell.integrations.trackers.start import require_trackers, start_trackers
+from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan, Start
 from tunewell.records.report import EXIT_NOT_VALIDATED
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
-from tunewell.runs.config import RunOptions, require_training_data, with_start
+from tunewell.runs.config import RunOptions, missing_rows, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.outcome import write_run_files
-from tunewell.runs.prediction import plan_to_train, update_measurement
+from tunewell.runs.prediction import plan_to_train, update_outcome
 from tunewell.runs.result import MetricsRecorder, Pulse, TrainResult, make_result
 from tunewell.storage.fetch import DOWNLOADING
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
+from tunewell.training.device_check import check_device
 from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
 from tunewell.training.events import CheckedItem, Listener
@@ -103,9 +105,12 @@ class Training:
             return result
 
     def prepare(self) -> None:
-        """Prepare the corpus on rank 0. Without sources, the existing corpus is used."""
+        """Prepare the corpus on rank 0. Without sources, or on a machine without them, the existing corpus is used."""
         with self.recorder.stage("prepare", stage := "preparing the corpus"):
-            if self.loaded.config.data.sources and self.world.is_first:
+            missing = missing_rows(self.loaded) if self.options.is_resuming else None
+            if missing and (self.loaded.path(self.loaded.config.corpus) / MANIFEST).is_file():
+                self.recorder.note(f"{missing.what}: the run goes on with its corpus, which has these rows")
+            elif self.loaded.config.data.sources and self.world.is_first:
                 prepare(self.loaded, progress=only_stage(self.recorder, DOWNLOADING, stage))
 
     def plan(self, folder: RunFolder) -> tuple[Corpus, Plan, DataOrder]:
@@ -149,6 +154,7 @@ class Training:
                 folder.write_config(self.loaded, argv=options.argv)
         folder.write_base(inputs.model)
         with recorder.stage("check", "checking that rows stay separate"):
+            self.device = check_device(inputs, run, self.device)
             check_packing(inputs, run)
         return inputs, run
 
@@ -179,7 +185,7 @@ def _validated(result: TrainResult, training: Training) -> TrainResult:
     loaded, recorder, model = training.loaded, training.recorder, training.loaded.config.model or ""
     # A secret in the model's name is removed from the run's files, so the run does not know its base model.
     base = loaded.seen(model) if redact(model) != model else None
-    options = ValidateOptions(device=loaded.config.device, base=base, allow_pickle=training.options.allow_pickle)
+    options = ValidateOptions(device=training.device.name, base=base, allow_pickle=training.options.allow_pickle)
     started = time.perf_counter()
     try:
         validation = validate(result.run, options=options, progress=recorder)
@@ -197,4 +203,4 @@ def _validated(result: TrainResult, training: Training) -> TrainResult:
         artefacts=[*result.artefacts, (str(validation.page), "the verdict and its evidence")],
         next_command=validation.report.next,
     )
-    return update_measurement(validated, training.device.name)
+    return update_outcome(validated, training.device.name)

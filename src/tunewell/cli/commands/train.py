@@ -1,6 +1,7 @@
 """`tunewell train`: train a model under a supervisor, and test it."""
 
 import os
+import shlex
 import sys
 from json import dumps
 from pathlib import Path
@@ -12,6 +13,7 @@ from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Off
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
 from tunewell.core.errors import UserError
+from tunewell.core.launcher import is_first, num_restarts
 from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -19,12 +21,14 @@ if TYPE_CHECKING:
 
     from tunewell.config.load import LoadedConfig
     from tunewell.config.rules import Healing
+    from tunewell.records.rundir import Outcome
     from tunewell.runs.config import RunOptions
     from tunewell.runs.result import TrainResult
 
 _ROWS = "File, folder or glob of rows. Writes `tunewell.yaml` first, as `init` does. Needs `--model`."
 _REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fall? No run is written."
 _INDEX = "Train the model to answer from this index: the rows get passages, and whole documents are held out."
+_STRICT = "Under `torchrun`, also end with the exit code of the verdict, as without it."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 
 
@@ -61,6 +65,7 @@ def command(
             help="Export the model after training, unless the verdict is FAIL: `ollama`, `gguf,merged`.",
         ),
     ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help=_STRICT)] = False,
     offline: Offline = False,
     json: AsJson = False,
 ) -> None:
@@ -83,10 +88,16 @@ def command(
 
     if worker is None and not no_supervisor and not rehearse and can_supervise():
         raise typer.Exit(_supervise(load, context.obj))
-    from tunewell.cli.screens.training import is_first_process, shown_training
-    from tunewell.runs.config import RunOptions, require_inputs
+    from tunewell.cli.screens.training import shown_training
+    from tunewell.records.plan import PLAN
+    from tunewell.runs.config import RunOptions, ended_before, exit_code_of, require_inputs
 
     loaded = load()
+    # What torchrun restarts goes on, unless it had not begun.
+    resume = resume or (num_restarts() > 0 and (loaded.path(loaded.config.run) / PLAN).is_file())
+    if resume and not allow_change and (outcome := ended_before(loaded)):
+        code = _report_ended(loaded.config.run, outcome, json=json)
+        raise typer.Exit(exit_code_of(outcome.status, code, is_strict=strict))
     require_inputs(loaded, is_resuming=resume)
     options = RunOptions(
         is_resuming=resume,
@@ -116,20 +127,32 @@ def command(
 
         result = run_training(loaded, options, listener)
         if worker:
-            send_to_supervisor(worker, f"ended {result.exit_code}")
-    if is_first_process() and not json:
+            code = exit_code_of(result.status, result.exit_code, is_strict=strict)
+            send_to_supervisor(worker, f"ended {code}")
+    if is_first() and not json:
         from tunewell.cli.screens.train_result import train_result_screen
 
         emit(train_result_screen(result, listener.run.start))
         sys.stdout.flush()
     exported, export_code = _export(loaded, result, allow_pickle=allow_pickle, json=json)
-    if is_first_process() and json:
+    if is_first() and json:
         emit(json_text(result.as_json() | exported))
     if worker:
         sys.stdout.flush()
         send_to_supervisor(worker, "printed")
-    if code := result.exit_code or export_code:
-        raise typer.Exit(code)
+    raise typer.Exit(exit_code_of(result.status, result.exit_code or export_code, is_strict=strict))
+
+
+def _report_ended(run: str, outcome: "Outcome", *, json: bool) -> int:
+    """Print the outcome of a run that a launcher has started again after its end. Return its exit code."""
+    from tunewell.records.report import EXIT_CODES
+
+    verdict = "FAIL" if outcome.status == "stopped" else outcome.verdict
+    if is_first():
+        text = f"nothing to train: `{run}` has ended: {outcome.reason}; verdict: {outcome.verdict or 'none'}"
+        command = f"tunewell {'validate' if outcome.status == 'finished' else 'diagnose'} {shlex.quote(run)}"
+        emit(json_text(outcome.model_dump()) if json else f"{text}\nnext: {command}")
+    return EXIT_CODES[verdict] if verdict and (is_first() or outcome.status == "stopped") else 0
 
 
 def _write_first_config(

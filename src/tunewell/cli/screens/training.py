@@ -1,7 +1,6 @@
 """Show a run in progress: a live panel in a terminal, log lines elsewhere."""
 
 import math
-import os
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from tunewell.cli.screens.numbers import (
     short_model_name,
 )
 from tunewell.cli.screens.run_state import RunState
+from tunewell.core.launcher import is_first
 from tunewell.core.progress import Progress
 from tunewell.core.units import count, duration, size_bytes
 from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, RunStarted, StepTaken
@@ -39,7 +39,7 @@ _LOSS_CHARS = len("  loss 1.2345")
 def shown_training() -> Iterator["LivePanel | LogLines"]:
     """Yield a listener that shows a run on stderr. If the run fails, its notes and healing actions stay visible."""
     is_live = is_interactive()
-    stream = BestEffortStream(sys.stderr, is_gone=not is_first_process())
+    stream = BestEffortStream(sys.stderr, is_gone=not is_first())
     screen = LivePanel(stream) if is_live else LogLines(stream)
     try:
         yield screen
@@ -52,11 +52,6 @@ def shown_training() -> Iterator["LivePanel | LogLines"]:
                 stream.write(f"{hanging('note: ', note)}\n")
         raise
     screen.close()
-
-
-def is_first_process() -> bool:
-    """Return whether this is rank 0, the only process of a distributed run that prints."""
-    return int(os.environ.get("WORLD_SIZE", "1")) <= 1 or os.environ.get("RANK", "0") == "0"
 
 
 class LivePanel:
