@@ -1,6 +1,10 @@
 """Seed 002: a pipeline to Ollama that stood at "Training started..." for 14 hours: 97% padding, on a CPU."""
 
+import contextlib
+import http.server
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,11 +56,33 @@ def test_a_bucket_without_keys_says_what_to_set(project, monkeypatch):
     """An identity of the machine must not be taken in place of keys."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(project / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(project / "none"))
-    sets = ("--set", "storage.endpoint=http://127.0.0.1:9")
-    told = run(project, "prepare", "--data", "s3://bucket/rows.jsonl", *sets, code=2)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(project / "none"))
+    with closed_bucket() as endpoint:
+        sets = ("--set", f"storage.endpoint={endpoint}")
+        told = run(project, "prepare", "--data", "s3://bucket/rows.jsonl", *sets, code=2)
     assert "AWS_ACCESS_KEY_ID" in told and "AWS_SECRET_ACCESS_KEY" in told
+
+
+@contextlib.contextmanager
+def closed_bucket() -> Iterator[str]:
+    """Yield the address of a server on this machine that refuses everybody."""
+
+    class Refuse(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(403)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuse)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
 
 
 def test_the_device_is_a_setting_that_is_obeyed_or_refused(project):

@@ -281,6 +281,12 @@ def _find(path: Path | None) -> Path | None:
     return path
 
 
+def other_configs(folder: Path) -> list[Path]:
+    """Return the files in a folder that are configs under another name, as a fix for "no model is set"."""
+    files = [file for file in sorted(folder.glob("*.y*ml")) if file.name != FILE_NAME and file.is_file()]
+    return [file for file in files if _is_our_config(file)]
+
+
 def _other_name(file: Path) -> UserError:
     fix = f"rename the file, or use `--config {file}`"
     return UserError(f"there is a `{file}` here, but no `{FILE_NAME}`", fix=fix)

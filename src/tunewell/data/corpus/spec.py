@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tunewell import __version__
-from tunewell.config.load import LoadedConfig
+from tunewell.config.load import LoadedConfig, other_configs
 from tunewell.config.open_points import require_no_open_points
 from tunewell.config.schema import Config, Data, Packing, SourceConfig
 from tunewell.core.errors import UserError
@@ -87,9 +87,11 @@ class BuildSpec:
 def require_model_and_data(loaded: LoadedConfig) -> None:
     """Raise UserError if the config sets no model or no data."""
     if loaded.config.model is None:
+        others = other_configs(loaded.base) if loaded.file is None else []
+        fix = "add `model:` to the config or `--model` to the command: a folder, a `.gguf` file or a hub id"
         raise UserError(
             "no model is set, so there is no tokenizer",
-            fix="add `model:` to the config or `--model` to the command: a folder, a `.gguf` file or a hub id",
+            fix=f"use the config `{others[0].name}`: `--config {others[0].name}`" if others else fix,
         )
     if not loaded.config.data.sources:
         raise UserError("no data is set", fix="add `data.sources` to the config, or `--data FILE` to the command")
