@@ -61,7 +61,7 @@ test-old: setup ## the default and long tests with the oldest transformers, and 
 	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python --constraint $(TRL)/constraints.txt \
 	  "torch==$$($(TRL)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
 	  $(TRL_PINS) peft datasets accelerate pytest pytest-xdist hypothesis --editable .
-	$(TRL)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/integrations/test_hf_callback.py
+	$(TRL)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/features/hf_callback/test_hf_callback.py
 
 faults: setup ## every fault a run must survive: kills at each step and each write, full disks, damaged files
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "faults or not faults" tests/faults

@@ -104,13 +104,13 @@ def write_exam(path: Path, keys: list[Any], clusters: list[int], searched: Any, 
 def prepare_college(folder: Path) -> None:
     from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
     from tunewell.evaluation.clusters import find_clusters
-    from tunewell.retrieval.embedders.base import open_embedder
-    from tunewell.retrieval.indexing import build_index
-    from tunewell.retrieval.open_book import locate_questions, open_book_rows
-    from tunewell.retrieval.search import Retriever
-    from tunewell.retrieval.shown import SearchedQuestions, key_finder, search_all
-    from tunewell.retrieval.stores.base import open_store
-    from tunewell.retrieval.tuning import tune
+    from tunewell.features.retrieval.embedders.base import open_embedder
+    from tunewell.features.retrieval.indexing import build_index
+    from tunewell.features.retrieval.open_book import locate_questions, open_book_rows
+    from tunewell.features.retrieval.search import Retriever
+    from tunewell.features.retrieval.shown import SearchedQuestions, key_finder, search_all
+    from tunewell.features.retrieval.stores.base import open_store
+    from tunewell.features.retrieval.tuning import tune
 
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (COLLEGE / f"{name}.jsonl").read_text().splitlines()]
@@ -170,13 +170,13 @@ def prepare_college(folder: Path) -> None:
 
 def prepare_pubmedqa(folder: Path, limit: int) -> None:
     from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
-    from tunewell.retrieval.embedders.base import open_embedder
-    from tunewell.retrieval.indexing import build_index
-    from tunewell.retrieval.open_book import locate_questions, open_book_rows
-    from tunewell.retrieval.search import Retriever
-    from tunewell.retrieval.shown import search_all
-    from tunewell.retrieval.stores.base import open_store
-    from tunewell.retrieval.tuning import tune
+    from tunewell.features.retrieval.embedders.base import open_embedder
+    from tunewell.features.retrieval.indexing import build_index
+    from tunewell.features.retrieval.open_book import locate_questions, open_book_rows
+    from tunewell.features.retrieval.search import Retriever
+    from tunewell.features.retrieval.shown import search_all
+    from tunewell.features.retrieval.stores.base import open_store
+    from tunewell.features.retrieval.tuning import tune
 
     rows = json.loads((DATA / "pubmedqa" / "ori_pqal.json").read_text())
     numbers = sorted(rows, key=lambda number: hashlib.sha256(number.encode()).hexdigest())
@@ -258,9 +258,9 @@ def jobs_of(folder: Path) -> list[Job]:
 def read_exam(path: Path, only: tuple[int, ...] | None, limit: int | None) -> tuple[Any, Any]:
     """Return the exam and the passages of the chosen questions."""
     from tunewell.evaluation.answer_keys import AnswerKey
-    from tunewell.retrieval.measure import Exam
-    from tunewell.retrieval.passages import Passage
-    from tunewell.retrieval.shown import SearchedQuestions, Shown
+    from tunewell.features.compare.measure import Exam
+    from tunewell.features.retrieval.passages import Passage
+    from tunewell.features.retrieval.shown import SearchedQuestions, Shown
 
     exam = json.loads(gzip.decompress(path.read_bytes()))
     tuples = ("headings", "lines")
@@ -298,9 +298,9 @@ def run_job(job: Job, folder: str, model: str, work: str, is_smoke: bool) -> dic
     if job.recipe is not None:
         train_job(job, data / f"{job.rows}.jsonl.gz", model, place, is_smoke=is_smoke)
         train_seconds, name = time.perf_counter() - began, str(place / "run")
+    from tunewell.features.compare.measure import measure_alone, measure_with_passages
     from tunewell.inference.batch import ModelAnswerer
     from tunewell.inference.chat_model import open_chat_model
-    from tunewell.retrieval.measure import measure_alone, measure_with_passages
     from tunewell.runs.resolve import resolve_model
 
     exam, searched = read_exam(data / "exam.json.gz", job.only, 2 if is_smoke else None)
@@ -409,8 +409,8 @@ def report(
 
 def data_tables(folder: Path, data: str, results: list[dict[str, Any]], limit: int | None) -> list[str]:
     from tunewell.evaluation.columns import compare_columns
-    from tunewell.evaluation.recommendation import recommend
     from tunewell.evaluation.report.comparison import answer_rows, describe_difference, format_resource
+    from tunewell.features.compare.recommendation import recommend
 
     lines: list[str] = []
     for seed in SEEDS:

@@ -41,8 +41,8 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tunewell.core.model_files import locate
     from tunewell.data.tokenizers.load import load_tokenizer
+    from tunewell.model_files.files import locate
 
     source = locate(MODEL).gguf
     assert source is not None
@@ -232,7 +232,7 @@ def ours(folder: Path, clock: Clock, name: str) -> None:
 
 def measured_threads(folder: Path) -> None:
     """Measure how many threads are fastest here and now, at the model's shapes."""
-    from tunewell.hardware.device import measure_threads
+    from tunewell.machine.device import measure_threads
 
     shapes = [(1024, inputs, outputs) for inputs, outputs in shape_of(folder).linears]
     chosen = measure_threads(shapes, seconds=3.0)

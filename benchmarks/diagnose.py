@@ -25,11 +25,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tunewell.diagnosis import ranking, similarity
-from tunewell.diagnosis.diagnose import diagnose_text
-from tunewell.diagnosis.findings import HEALTHY, LIKELY, UNKNOWN, Diagnosis
-from tunewell.diagnosis.knowledge import Signature, load_classes
-from tunewell.diagnosis.matcher import complete
+from tunewell.features.diagnose import ranking, similarity
+from tunewell.features.diagnose.diagnose import diagnose_text
+from tunewell.features.diagnose.findings import HEALTHY, LIKELY, UNKNOWN, Diagnosis
+from tunewell.features.diagnose.knowledge import Signature, load_classes
+from tunewell.features.diagnose.matcher import complete
 
 Row = dict[str, Any]
 _BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 1.01)

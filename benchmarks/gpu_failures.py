@@ -22,7 +22,7 @@ from pathlib import Path
 
 from setting import setting, table
 
-from tunewell.diagnosis.diagnose import diagnose_paths
+from tunewell.features.diagnose.diagnose import diagnose_paths
 
 AT_ONCE = 5
 _MODEL = """

@@ -273,7 +273,7 @@ def build_in_process(work: Work, case: Case, *, micro_tokens: int) -> tuple[Any,
     """Build a run in this process as the probe does; return it, its planner and the corpus."""
     from tunewell.config.load import load_config
     from tunewell.data.corpus.reader import open_corpus
-    from tunewell.hardware.device import measure_threads, probe_device
+    from tunewell.machine.device import measure_threads, probe_device
     from tunewell.planning.fit import Planner
     from tunewell.planning.forecast import shape_of
     from tunewell.records.plan import Chosen
@@ -477,7 +477,7 @@ LADDER_HEADER = ["case", "change", "predicted GiB", "said", "did"]
 def plan_limited(gigabytes: str, *sets: str) -> None:
     """Print the ladder for a card with this much memory."""
     from tunewell.config.load import load_config
-    from tunewell.hardware.machine import System
+    from tunewell.machine.machine import System
     from tunewell.workflows.plan import PlanOptions, plan
 
     size = int(float(gigabytes) * 1e9)

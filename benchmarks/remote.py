@@ -127,8 +127,8 @@ def main() -> None:
     from tiny import write_tiny_model
 
     from tunewell.config.rules import Storage
-    from tunewell.storage.address import parse_address
-    from tunewell.storage.store import RemoteStore
+    from tunewell.features.remote.address import parse_address
+    from tunewell.features.remote.store import RemoteStore
 
     with tempfile.TemporaryDirectory(prefix="tunewell-remote-") as temporary:
         folder = Path(temporary)

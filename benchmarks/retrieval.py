@@ -24,14 +24,14 @@ from pathlib import Path
 import numpy as np
 
 from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
-from tunewell.retrieval.embedders.base import Embedder, open_embedder
-from tunewell.retrieval.indexing import build_index
-from tunewell.retrieval.passages import Passage
-from tunewell.retrieval.search import CANDIDATES, Retriever, fuse
-from tunewell.retrieval.shown import key_finder
-from tunewell.retrieval.stores.base import open_store
-from tunewell.retrieval.tuning import tune
-from tunewell.retrieval.words import words
+from tunewell.features.retrieval.embedders.base import Embedder, open_embedder
+from tunewell.features.retrieval.indexing import build_index
+from tunewell.features.retrieval.passages import Passage
+from tunewell.features.retrieval.search import CANDIDATES, Retriever, fuse
+from tunewell.features.retrieval.shown import key_finder
+from tunewell.features.retrieval.stores.base import open_store
+from tunewell.features.retrieval.tuning import tune
+from tunewell.features.retrieval.words import words
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("TUNEWELL_SHARED", ROOT.parent / "shared")) / "data"

@@ -1,4 +1,4 @@
-"""Write `src/tunewell/diagnosis/config_versions.txt`: which release of a library knows which config key.
+"""Write `src/tunewell/features/diagnose/config_versions.txt`: which release of a library knows which config key.
 
     python docs/config_versions.py FOLDER       a folder with wheels or source archives, one per minor release
 
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-OUTPUT = Path(__file__).parents[1] / "src/tunewell/diagnosis/config_versions.txt"
+OUTPUT = Path(__file__).parents[1] / "src/tunewell/features/diagnose/config_versions.txt"
 _WHEEL = re.compile(r"([a-z_]+)-(\d+)\.(\d+)[\w.]*[-.]")
 _ROOTS = {  # config -> (library, files with its classes, its class or None for all classes of the files)
     "TrainingArguments": ("transformers", r"transformers/training_args(_seq2seq)?\.py", None),

@@ -131,8 +131,8 @@ def _config() -> str:
 
 def _failures() -> dict[Path, str]:
     from tunewell.cli.main import COMMANDS
-    from tunewell.diagnosis import patterns
-    from tunewell.diagnosis.knowledge import FOLDER, load_classes, load_tools
+    from tunewell.features.diagnose import patterns
+    from tunewell.features.diagnose.knowledge import FOLDER, load_classes, load_tools
 
     commands = {name for name, _ in COMMANDS}
     folder = ROOT / "docs" / "failures"

@@ -137,7 +137,7 @@ def _run(arguments: tuple[str, ...], out: int, err: int) -> None:
 def _use_one_thread() -> None:
     """OpenMP's threads do not live on in a forked child: whoever computes with several would wait for ever."""
     if "torch" in sys.modules:
-        from tunewell.hardware import device as threads
+        from tunewell.machine import device as threads
 
         sys.modules["torch"].set_num_threads(1)
         threads.usable_cores = lambda: 1  # so that nobody measures more

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
-    from tunewell.diagnosis.diagnose import diagnose
-    from tunewell.integrations.hf_callback.callback import HealthCallback
-    from tunewell.library.doctor import doctor
+    from tunewell.features.diagnose.diagnose import diagnose
+    from tunewell.features.doctor.api import doctor
+    from tunewell.features.hf_callback.callback import HealthCallback
+    from tunewell.features.sweep.api import sweep
     from tunewell.library.documents import ask, compare, index
     from tunewell.library.functions import export, plan, prepare, rehearse, train, validate
     from tunewell.library.model import load
-    from tunewell.library.sweep import sweep
 
     __version__: str
 
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "HealthCallback": "tunewell.integrations.hf_callback.callback",
+    "HealthCallback": "tunewell.features.hf_callback.callback",
     "UserError": "tunewell.core.errors",
     "ask": "tunewell.library.documents",
     "compare": "tunewell.library.documents",
-    "doctor": "tunewell.library.doctor",
-    "diagnose": "tunewell.diagnosis.diagnose",
+    "doctor": "tunewell.features.doctor.api",
+    "diagnose": "tunewell.features.diagnose.diagnose",
     "export": "tunewell.library.functions",
     "index": "tunewell.library.documents",
     "load": "tunewell.library.model",
@@ -52,7 +52,7 @@ _HOMES = {
     "plan": "tunewell.library.functions",
     "prepare": "tunewell.library.functions",
     "rehearse": "tunewell.library.functions",
-    "sweep": "tunewell.library.sweep",
+    "sweep": "tunewell.features.sweep.api",
     "train": "tunewell.library.functions",
     "validate": "tunewell.library.functions",
 }

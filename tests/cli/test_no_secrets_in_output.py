@@ -11,7 +11,7 @@ import pytest
 
 from tunewell.cli import main as frame
 from tunewell.cli.main import main
-from tunewell.diagnosis.diagnose import diagnose
+from tunewell.features.diagnose.diagnose import diagnose
 
 # Made here from parts, so that no scanner takes this file for a leak.
 PASSWORD, TOKEN = "Zq7vK2" + "xPw9", "hf_" + "Ab3dE6gH9jK2" + "mN5pQ8sT1vW4yZ7x"

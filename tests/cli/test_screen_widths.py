@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tunewell.cli.commands.inspect import _bracketed
-from tunewell.cli.commands.push import _screen as push_screen
 from tunewell.cli.main import COMMANDS, main
 from tunewell.cli.options import train_command
 from tunewell.cli.render import cell_width, emit_error, ending, folded_table, hanging
 from tunewell.core.errors import UserError
+from tunewell.features.remote.command import _screen as push_screen
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -12,7 +12,7 @@ from tunewell.cli.screens import chat as chat_screen
 from tunewell.cli.screens.verdict import _growth
 from tunewell.data.templates.chat_template import ChatTemplate
 from tunewell.evaluation.report.view import perplexity_change
-from tunewell.integrations.hf_callback.callback import advice
+from tunewell.features.hf_callback.callback import advice
 from tunewell.methods.peft_format import suggest_names
 from tunewell.records.report import LossPair
 from tunewell.runs.resolve import resolve_model

@@ -202,7 +202,7 @@ def test_a_plain_hub_id_is_understood_where_it_cannot_be_a_path(hub, tiny_model,
 
 @pytest.mark.parametrize("path", ["team/plain", "team/OpenHermes-2.5", "team/plain#5"])
 def test_a_hub_id_is_named_when_the_hub_is_out_of_reach(path, hub, tmp_path, monkeypatch):
-    monkeypatch.setattr("tunewell.data.sources.hub.hub_is_out_of_reach", lambda: "it cannot be reached")
+    monkeypatch.setattr("tunewell.features.remote.hub_source.hub_is_out_of_reach", lambda: "it cannot be reached")
     loaded = load_config(data=path)
     with pytest.raises(UserError, match="of the hub cannot be downloaded") as caught:
         find_files(loaded.config.data.sources[0].path, base=tmp_path)

@@ -13,8 +13,8 @@ from tokenizer_references import byte_level_metadata, random_texts, train_byte_l
 
 from examples_limit import examples
 from tunewell.core.errors import UserError
-from tunewell.core.model_files import locate
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
+from tunewell.model_files.files import locate
 
 TEXTS = [*random_texts(100, seed=31), "<|im_start|>user\n hi<|im_end|>\n<|im_start|>x", " a", "a ", ""]
 

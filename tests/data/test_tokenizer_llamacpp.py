@@ -15,9 +15,9 @@ from tokenizer_references import (
 )
 
 from tunewell.core.errors import UserError
-from tunewell.core.model_files import locate
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.data.tokenizers.parts import load_table
+from tunewell.model_files.files import locate
 
 SHARED = Path(os.environ.get("TUNEWELL_SHARED", Path(__file__).parents[3] / "shared"))
 TEXTS = random_texts(200, seed=1)

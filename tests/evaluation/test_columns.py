@@ -13,10 +13,10 @@ from tunewell.cli.main import main
 from tunewell.core.errors import UserError
 from tunewell.evaluation.columns import Column, ColumnAnswer, column_of, compare_columns
 from tunewell.evaluation.report.comparison import comparison_page
+from tunewell.features.compare.workflow import compare_runs
 from tunewell.records.plan import write_plan
 from tunewell.records.report import Report, write_report
 from tunewell.runs.curves import Line
-from tunewell.workflows.compare import compare_runs
 
 
 def answers(*right: bool | None) -> dict[int, ColumnAnswer]:

@@ -3,7 +3,7 @@
 from test_columns import column
 
 from tunewell.evaluation.columns import compare_columns
-from tunewell.evaluation.recommendation import recommend
+from tunewell.features.compare.recommendation import recommend
 
 
 def shares(name, right, of=40, needs=(), **more):

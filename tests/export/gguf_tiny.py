@@ -13,8 +13,8 @@ from tiny import CHATML, write_tiny_model
 from tokenizer_references import random_texts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tunewell.core.model_files import locate
 from tunewell.data.tokenizers.load import load_tokenizer
+from tunewell.model_files.files import locate
 from tunewell.models.gguf import read_gguf_config, read_gguf_weights
 
 ROWS = 520

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata
-from tunewell.core.model_files import locate
 from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, TemplateFailed, builtin_template
 from tunewell.export.ollama.layout import go_string
 from tunewell.export.ollama.probes import GROUPS, SPACES, awkward_conversation, awkward_text, random_sequence
 from tunewell.export.ollama.template import GoTemplate, derive_go_template
+from tunewell.model_files.files import locate
+from tunewell.model_files.gguf import read_metadata
 
 pytestmark = pytest.mark.long
 

@@ -18,13 +18,13 @@ from llama_cpp_tiny import tiny_llama
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.core.model_files import locate
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf import weights
 from tunewell.export.gguf.quantize import choose_types
 from tunewell.export.gguf.write import write_gguf
 from tunewell.inference.llama_cpp.bindings import Parameters
 from tunewell.inference.llama_cpp.library import LlamaLibrary, find_llama
+from tunewell.model_files.files import locate
 
 KINDS = {"f16": 1, "q8_0": 7, "q6_k": 18, "q5_k_m": 17, "q4_k_m": 15}
 """The kinds from many bits to few, with llama.cpp's number of each."""

@@ -11,12 +11,12 @@ from tunewell.cli.screens.export import parity_screen
 from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata
 from tunewell.core.registry import Entry
 from tunewell.export.card import read_license
 from tunewell.export.proof.checks import check_ids
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements, load_targets
+from tunewell.model_files.gguf import read_metadata
 from tunewell.records.parity import Artefact, Check, Link, Parity, Probe, Proof, read_proof
 from tunewell.workflows.verify import verify
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tunewell.integrations.trackers.base import Point, TrackedRun
+from tunewell.features.track.base import Point, TrackedRun
 
 
 class ToyTracker:

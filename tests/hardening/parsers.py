@@ -129,8 +129,8 @@ def template(data: bytes) -> None:
 
 def gguf(data: bytes) -> None:
     """Read the header of a GGUF file, and the tokenizer in it."""
-    from tunewell.core.gguf import read_header
     from tunewell.data.tokenizers.gguf import load_gguf
+    from tunewell.model_files.gguf import read_header
 
     path = _folder() / "model.gguf"
     path.write_bytes(data)
@@ -144,8 +144,8 @@ def safetensors(data: bytes) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    from tunewell.environment.model_files import weight_problem
-    from tunewell.models import shape
+    from tunewell.model_files import shape
+    from tunewell.model_files.checks import weight_problem
 
     path = _folder() / "model.safetensors"
     path.write_bytes(data)
@@ -173,7 +173,7 @@ def adapter(data: bytes) -> None:
 
 def log(data: bytes) -> None:
     """Diagnose a log, a trainer state, a config or a TensorBoard file; the first byte chooses the name."""
-    from tunewell.diagnosis.diagnose import diagnose_paths, diagnose_text
+    from tunewell.features.diagnose.diagnose import diagnose_paths, diagnose_text
 
     names = ["", "trainer_state.json", "a.ipynb", "config.yaml", "events.out.tfevents.1.x", "train.log"]
     if not data:
@@ -190,8 +190,8 @@ def log(data: bytes) -> None:
 
 def document(data: bytes) -> None:
     """Read a document of an index; the first byte chooses its format."""
-    from tunewell.retrieval.documents import FoundFile, parse
-    from tunewell.retrieval.readers.blocks import Unreadable
+    from tunewell.features.retrieval.documents import FoundFile, parse
+    from tunewell.features.retrieval.readers.blocks import Unreadable
 
     names = ["a.md", "a.txt", "a.html", "a.csv", "a.jsonl", "a.pdf", "a.docx"]
     if data:
@@ -202,7 +202,7 @@ def document(data: bytes) -> None:
 
 def request(data: bytes) -> None:
     """Parse the body of a chat request."""
-    from tunewell.integrations.openai_server.requests import ApiError, read_request
+    from tunewell.features.serve.requests import ApiError, read_request
 
     with suppress(ApiError):
         read_request(data, max_messages=64, max_chars=10_000).conversation()
@@ -254,8 +254,8 @@ def _server() -> tuple[asyncio.AbstractEventLoop, Any, Any]:
     from serving import Letters
     from uvicorn.server import ServerState
 
-    from tunewell.integrations.openai_server.connections import WaitingConnections
-    from tunewell.integrations.openai_server.server import AccessRules, build_app
+    from tunewell.features.serve.connections import WaitingConnections
+    from tunewell.features.serve.server import AccessRules, build_app
 
     model = Letters()
     app = build_app(model, access=AccessRules())
@@ -272,7 +272,7 @@ def _raise(_: Any, context: dict[str, Any]) -> None:
 
 
 def _connection() -> tuple[asyncio.AbstractEventLoop, Any, _Transport]:
-    from tunewell.integrations.openai_server.connections import LimitedProtocol
+    from tunewell.features.serve.connections import LimitedProtocol
 
     loop, settings, (state, waiting) = _server()
     protocol = LimitedProtocol(waiting, config=settings, server_state=state, app_state={}, _loop=loop)

@@ -27,14 +27,14 @@ from tiny import write_tiny_model
 from corpora import write_sums
 from forked import _fork, _run, run_command
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_header
 from tunewell.core.remote_api import RemoteApi  # noqa: F401  imported before the forks
-from tunewell.integrations.openai_server import connections
-from tunewell.integrations.openai_server.server import AccessRules
+from tunewell.features.serve import connections
+from tunewell.features.serve.server import AccessRules
+from tunewell.model_files.gguf import read_header
 
 TOKEN = "a-token-that-nobody-guesses"
 PAGE = "http://localhost:3000"
-_PRELOADED = ("docx", "pypdf", "selectolax.lexbor", "tantivy", "wordllama", "tunewell.retrieval.indexing")
+_PRELOADED = ("docx", "pypdf", "selectolax.lexbor", "tantivy", "wordllama", "tunewell.features.retrieval.indexing")
 _TRAIN = ["train.max_steps=4", "train.batch_documents=4", "train.threads=1", "train.learning_rate=5e-3"]
 _TRAIN += ["evaluate.every_steps=2", "evaluate.samples=0", "checkpoints.every_steps=2", "data.held_out=0.2"]
 _TRAIN += ["verdict.after_training=false", "device=cpu"]
@@ -125,9 +125,9 @@ class Scenes:
 
     def _remote(self, case: dict[str, Any], work: Path) -> Outcome:
         """Let a hostile server answer a client of ours."""
+        from tunewell.features.retrieval.embedders.server import EmbeddingServer
         from tunewell.inference.chat import ChatOptions
         from tunewell.inference.remote import RemoteChat
-        from tunewell.retrieval.embedders.server import EmbeddingServer
 
         with _hostile_server(case) as url:
             os.environ["TUNEWELL_MODEL_KEY"] = os.environ["TUNEWELL_EMBEDDER_KEY"] = "a-secret-key"

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.core.model_files import locate
 from tunewell.core.optional import install_command
 from tunewell.inference.decoder import Decoding
 from tunewell.inference.llama_cpp import library as llama_cpp
 from tunewell.inference.llama_cpp.bindings import Bindings, UnusableLibrary
 from tunewell.inference.llama_cpp.library import VARIABLE, LlamaLibrary, find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
+from tunewell.model_files.files import locate
 
 TEXTS = [
     *("", " ", "  ", "\n", "\n\n\n", "\t x", " leading", "trailing ", "two  spaces   three", "a\r\nb"),

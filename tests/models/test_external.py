@@ -11,9 +11,9 @@ from tiny_models import logits, order, tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tunewell.core.errors import UserError
-from tunewell.core.presets import PRESETS, llama_settings
+from tunewell.model_files.facts import KeyMap, find_key_map, read_facts
+from tunewell.model_files.presets import PRESETS, llama_settings
 from tunewell.models.external import split_rotary_pairs
-from tunewell.models.facts import KeyMap, find_key_map, read_facts
 from tunewell.models.load import load_model
 
 IDS = [5, 9, 40, 77, 3, 12, 64, 8, 30]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunewell.core.errors import UserError
-from tunewell.models.facts import ModelFacts, read_facts
+from tunewell.model_files.facts import ModelFacts, read_facts
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,7 +73,7 @@ def test_a_broken_config_is_a_user_error(tmp_path):
 
 
 def test_facts_need_neither_torch_nor_transformers():
-    code = "import sys, tunewell.models.facts; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    code = "import sys, tunewell.model_files.facts; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 

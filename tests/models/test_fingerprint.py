@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tunewell.models import facts as fingerprint
-from tunewell.models.facts import fingerprint_weights
+from tunewell.model_files import facts as fingerprint
+from tunewell.model_files.facts import fingerprint_weights
 
 MANY_BYTES = (16 << 20) + 12_345
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_tensor_table
-from tunewell.core.model_files import locate
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.generate import generate
+from tunewell.model_files.files import locate
+from tunewell.model_files.gguf import read_tensor_table
 from tunewell.models.gguf import read_gguf_config, read_gguf_weights, read_tensor
 from tunewell.models.load import load_model
 

@@ -6,8 +6,8 @@ from tiny_models import order
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tunewell.core.errors import UserError
-from tunewell.core.presets import PRESETS, find_preset, llama_settings
-from tunewell.models.facts import read_facts
+from tunewell.model_files.facts import read_facts
+from tunewell.model_files.presets import PRESETS, find_preset, llama_settings
 from tunewell.models.load import load_model
 
 

@@ -11,8 +11,8 @@ from tunewell.config.load import LoadedConfig, load_config
 from tunewell.config.schema import Train
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.hardware.cards import find_card, known_cards
-from tunewell.hardware.facts import DeviceFacts
+from tunewell.machine.cards import find_card, known_cards
+from tunewell.machine.facts import DeviceFacts
 from tunewell.planning.fit import _LEVERS, Planner, Rung
 from tunewell.planning.forecast import shape_of
 from tunewell.records.plan import Chosen

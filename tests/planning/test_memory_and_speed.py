@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from workloads import workload
 
-from tunewell.hardware.facts import DeviceFacts
+from tunewell.machine.facts import DeviceFacts
 from tunewell.planning.forecast import Measured, _everyday_tokens, predict
 from tunewell.planning.memory import CONTEXT_BYTES, compute_memory
 from tunewell.planning.speed import MeasuredSpeed, compute_speed
@@ -107,7 +107,7 @@ def test_full_fine_tuning_holds_sixteen_bytes_for_each_weight():
 
 def test_eight_billion_weights_do_not_fit_on_a_t4():
     """The case that was planned without a word."""
-    from tunewell.hardware.cards import find_card
+    from tunewell.machine.cards import find_card
 
     work = workload("8b", device=find_card("t4").facts(), precision="fp32", compiling="off", method={"kind": "full"})
     prediction = predict(work).prediction

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from recorded_system import RecordedSystem
 
-from tunewell.core.catalogue import catalogue
 from tunewell.data.row_statistics import RowStatistics
-from tunewell.hardware.machine import read_machine
-from tunewell.models.shape import shape_of_config
+from tunewell.machine.machine import read_machine
+from tunewell.model_files.catalogue import catalogue
+from tunewell.model_files.shape import shape_of_config
 from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend
 
 FEW = RowStatistics(40, (40, 80, 120), 0.5, "en")

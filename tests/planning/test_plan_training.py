@@ -10,7 +10,7 @@ from tunewell.config.load import LoadedConfig, load_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.batches import DataOrder
-from tunewell.hardware.facts import DeviceFacts
+from tunewell.machine.facts import DeviceFacts
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.plan import choose_batch, launcher_precision, plan_training
 from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TemplateRecord, TokenizerRecord

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from tunewell.config.schema import Config
-from tunewell.hardware.cards import find_card
-from tunewell.hardware.facts import DeviceFacts
-from tunewell.models.shape import Linear, ModelShape
+from tunewell.machine.cards import find_card
+from tunewell.machine.facts import DeviceFacts
+from tunewell.model_files.shape import Linear, ModelShape
 from tunewell.planning.workload import Workload
 from tunewell.records.plan import Plan
 

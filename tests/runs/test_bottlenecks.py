@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tunewell.cli.screens.profile import profile_screen
-from tunewell.records.profile import Ceilings, Kernels, Profile, Rare, Reading, Trial
-from tunewell.runs.bottlenecks import ProfileResult, covered_share, find_bottlenecks, time_by_part, verdict
+from tunewell.features.profile.bottlenecks import ProfileResult, covered_share, find_bottlenecks, time_by_part, verdict
+from tunewell.features.profile.records import Ceilings, Kernels, Profile, Rare, Reading, Trial
+from tunewell.features.profile.screen import profile_screen
 
 RECORDED = Path(__file__).parent / "profiles"
 KEYS = {

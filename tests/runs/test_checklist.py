@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tunewell.config.schema import Config, Evaluate, MethodSettings
-from tunewell.hardware.facts import DeviceFacts
+from tunewell.machine.facts import DeviceFacts
 from tunewell.records.plan import Chosen
 from tunewell.records.prediction import MemoryPrediction, Prediction, TimePrediction
 from tunewell.runs import checklist as module

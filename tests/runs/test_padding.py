@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tunewell.core.errors import UserError
-from tunewell.runs.padding import count_padding, padding_verdict
+from tunewell.features.profile.padding import count_padding, padding_verdict
 
 
 def _lengths(mean: float, longest: int, number: int) -> np.ndarray:

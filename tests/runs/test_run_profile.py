@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tunewell.core.errors import UserError
+from tunewell.features.profile.bottlenecks import covered_share, find_bottlenecks, time_by_part, verdict
+from tunewell.features.profile.finished import read_profile
 from tunewell.records.plan import write_plan
-from tunewell.runs.bottlenecks import covered_share, find_bottlenecks, time_by_part, verdict
-from tunewell.runs.profile import read_profile
 
 OLD = Path(__file__).parents[1] / "compat" / "written_by_0_1_0" / "run_finished"
 

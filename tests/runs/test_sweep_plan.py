@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tunewell.core.errors import UserError
-from tunewell.runs.sweep import (
+from tunewell.features.sweep.runner import data_key
+from tunewell.features.sweep.sweep import (
     SweepSpec,
     Trial,
     TrialResult,
@@ -23,7 +24,6 @@ from tunewell.runs.sweep import (
     split_alternatives,
     write_sweep,
 )
-from tunewell.runs.sweep_runner import data_key
 
 
 @pytest.mark.parametrize(

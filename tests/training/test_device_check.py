@@ -11,7 +11,7 @@ import torch
 from tiny_runs import Remembering, make_run
 
 from mps_on_cpu import mps_on_cpu
-from tunewell.hardware.facts import DeviceFacts, cpu_facts
+from tunewell.machine.facts import DeviceFacts, cpu_facts
 from tunewell.records.healing import read_healing
 from tunewell.records.plan import read_plan
 from tunewell.training import device_check

@@ -5,8 +5,8 @@ import torch
 from lessons import RandomDocuments, tiny_llama
 
 from tunewell.data.batches import make_batch
+from tunewell.features.profile.kernels import KernelTrace, Operation, busy_seconds, kind_of, sum_kinds
 from tunewell.methods.base import trainable_parameters
-from tunewell.training.kernels import KernelTrace, Operation, busy_seconds, kind_of, sum_kinds
 from tunewell.training.step import TrainableModel
 
 

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import FixedShape, make_batch
+from tunewell.features.profile.kernels import KernelTrace
 from tunewell.methods.full import Full
 from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.training.compile import compile_model
-from tunewell.training.kernels import KernelTrace
 from tunewell.training.step import TrainableModel
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tunewell.hardware.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
+from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.training import memory as training_memory
 from tunewell.training.memory import PinnedMemory, smaller
 

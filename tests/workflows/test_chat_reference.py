@@ -9,7 +9,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tunewell.config.schema import MethodSettings
-from tunewell.core.model_files import locate
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.decoder import Decoding
 from tunewell.inference.generate import generate
@@ -17,6 +16,7 @@ from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import stream_tokens
 from tunewell.methods.base import trainable_parameters
 from tunewell.methods.lora import Lora
+from tunewell.model_files.files import locate
 from tunewell.runs.resolve import resolve_model
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from combination_matrix import (
     write_models,
 )
 
-from tunewell.hardware.device import probe_device
+from tunewell.machine.device import probe_device
 
 # A processor without bf16 refuses it.
 _HAS_BF16 = probe_device("cpu").has_bf16

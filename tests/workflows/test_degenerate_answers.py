@@ -13,7 +13,7 @@ import tunewell
 from corpora import write_sums
 from forked import run_command
 from parrots import write_parrot
-from tunewell.diagnosis.diagnose import diagnose_paths
+from tunewell.features.diagnose.diagnose import diagnose_paths
 from tunewell.inference.decoder import Generated
 from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing

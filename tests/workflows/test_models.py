@@ -26,8 +26,8 @@ def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.delenv("OLLAMA_MODELS", raising=False)
-    monkeypatch.setattr("tunewell.core.ollama._SYSTEM_FOLDER", tmp_path / "none")
-    monkeypatch.setattr("tunewell.environment.local_models._in_packages", lambda: iter(()))
+    monkeypatch.setattr("tunewell.model_files.ollama._SYSTEM_FOLDER", tmp_path / "none")
+    monkeypatch.setattr("tunewell.model_files.local._in_packages", lambda: iter(()))
     gguf = write_tiny_gguf(tmp_path / "tiny.bin", tiny_llama(tiny_model), tiny_model)
     add_to_ollama(tmp_path / ".ollama/models", "registry.ollama.ai/library/tiny/latest", gguf)
     folder = tmp_path / "project"

@@ -21,7 +21,7 @@ from forked import run_command
 from tunewell.cli.screens.plan import plan_screen
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
-from tunewell.hardware.facts import cpu_facts
+from tunewell.machine.facts import cpu_facts
 from tunewell.records.plan import read_plan
 from tunewell.records.rundir import read_outcome
 from tunewell.runs import probe

@@ -25,7 +25,7 @@ from corpora import write_sums
 from forked import Command, run_command
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
-from tunewell.hardware.facts import cpu_facts
+from tunewell.machine.facts import cpu_facts
 from tunewell.records.checkpoint import read_manifest, write_manifest
 from tunewell.records.events import read_events
 from tunewell.records.plan import Chosen, read_plan

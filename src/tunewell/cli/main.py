@@ -179,8 +179,8 @@ def _run_doctor(arguments: Sequence[str]) -> int:
     try:
         return _run_command("doctor", arguments)
     except ImportError as error:
-        from tunewell.cli.screens.doctor import doctor_screen
-        from tunewell.workflows.doctor import doctor
+        from tunewell.features.doctor.screen import doctor_screen
+        from tunewell.features.doctor.workflow import doctor
 
         sys.stderr.write(f"note: only `--json` and `--fix` are read, because a package is broken: {error}\n")
         found = doctor()
@@ -227,8 +227,8 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
 def _known_failure(trace: str) -> dict[str, Any] | None:
     """Return the failure that the exception of another library shows, as `tunewell diagnose` names it, or None."""
     try:
-        from tunewell.diagnosis.diagnose import diagnose_text
-        from tunewell.diagnosis.findings import LIKELY
+        from tunewell.features.diagnose.diagnose import diagnose_text
+        from tunewell.features.diagnose.findings import LIKELY
 
         found = [finding for finding in diagnose_text(trace).findings if finding.severity == "failure"]
         return found[0].as_json() if found and found[0].confidence >= LIKELY else None

@@ -42,8 +42,8 @@ def keep_memory_on_cpu(device: str) -> None:
     """
     import torch
 
-    from tunewell.hardware.allocator import keep_freed_memory
-    from tunewell.hardware.facts import cpu_facts
+    from tunewell.machine.allocator import keep_freed_memory
+    from tunewell.machine.facts import cpu_facts
 
     if device == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         keep_freed_memory(cpu_facts().free_bytes)

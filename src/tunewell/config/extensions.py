@@ -224,7 +224,7 @@ class TrackerEntry(Entry):
     """The name for `import`."""
 
 
-_TRACKERS = "tunewell.integrations.trackers"
+_TRACKERS = "tunewell.features.track"
 TRACKERS: Registry[TrackerEntry] = Registry(
     "tracker",
     [

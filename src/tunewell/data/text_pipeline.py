@@ -9,7 +9,6 @@ from tunewell.config.schema import SourceConfig
 from tunewell.config.schema import Template as TemplateSettings
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
-from tunewell.core.presets import find_preset, is_preset
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker, SupervisionRule
 from tunewell.data.templates.chat_template import (
@@ -20,6 +19,7 @@ from tunewell.data.templates.chat_template import (
     required_markers,
 )
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
+from tunewell.model_files.presets import find_preset, is_preset
 from tunewell.records.manifest import TemplateRecord
 
 

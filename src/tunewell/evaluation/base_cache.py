@@ -20,13 +20,13 @@ import numpy as np
 
 from tunewell import __version__
 from tunewell.core.files import cache_folder, open_file, sha256_file, stable_json, write_atomic
-from tunewell.core.presets import is_preset
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
 from tunewell.evaluation.scores import ModelOutputs
-from tunewell.hardware.facts import installed_versions
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.decoder import Generated
 from tunewell.inference.runtime import DocumentLosses
+from tunewell.machine.facts import installed_versions
+from tunewell.model_files.presets import is_preset
 from tunewell.models.base_content import read_content
 from tunewell.records.adapter import ADAPTER_WEIGHTS
 

@@ -10,9 +10,9 @@ import torch
 
 from tunewell import __version__
 from tunewell.core.units import count, size_bytes
-from tunewell.hardware.facts import installed_versions, num_cores
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
+from tunewell.machine.facts import installed_versions, num_cores
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.events import as_number, read_events
 from tunewell.records.healing import read_healing

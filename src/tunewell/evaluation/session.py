@@ -38,10 +38,10 @@ from tunewell.evaluation.scores import (
     losses_by_source,
 )
 from tunewell.evaluation.verdict import decide_verdict, thresholds
-from tunewell.hardware.device import torch_threads
 from tunewell.inference.chat_model import Backend, ChatModel, open_chat_model, open_without_weights
 from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
+from tunewell.machine.device import torch_threads
 from tunewell.models.attention import stock_attention
 from tunewell.models.support import quiet
 from tunewell.records.plan import Chosen

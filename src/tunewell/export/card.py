@@ -12,13 +12,13 @@ from tunewell import __version__
 from tunewell.config.extensions import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
-from tunewell.core.gguf import read_metadata
-from tunewell.core.model_files import ModelFiles, hub_is_out_of_reach, locate
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.data.reading_prompt import prompt_form
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
+from tunewell.model_files.files import ModelFiles, hub_is_out_of_reach, locate
+from tunewell.model_files.gguf import read_metadata
 from tunewell.records.manifest import Manifest, read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Report, read_report

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 from tunewell.core.errors import UserError
-from tunewell.core.presets import is_preset
+from tunewell.model_files.presets import is_preset
 
 if TYPE_CHECKING:
     from tunewell.inference.model_ref import ModelRef

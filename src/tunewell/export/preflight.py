@@ -12,9 +12,7 @@ from transformers import LlamaConfig
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
-from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.optional import import_optional
-from tunewell.core.presets import find_preset, is_preset, llama_settings
 from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
@@ -22,7 +20,9 @@ from tunewell.export.chat_template import saved_template
 from tunewell.export.targets.base import ExportTarget, PreflightFacts, load_targets
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.model_ref import ModelRef
-from tunewell.models.facts import find_key_map
+from tunewell.model_files.facts import find_key_map
+from tunewell.model_files.files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
+from tunewell.model_files.presets import find_preset, is_preset, llama_settings
 from tunewell.models.gguf import read_gguf_config
 from tunewell.models.pretrained import read_config
 from tunewell.models.support import text_part

@@ -78,8 +78,8 @@ def prove_in_new_process(folder: Path, *, allow_pickle: bool = False, progress: 
 if __name__ == "__main__":
     gc.disable()  # imports create many objects and free few; collecting took a sixth of their time
     from tunewell.export.prove import main
-    from tunewell.hardware.allocator import keep_freed_memory
-    from tunewell.hardware.facts import cpu_facts
+    from tunewell.machine.allocator import keep_freed_memory
+    from tunewell.machine.facts import cpu_facts
 
     keep_freed_memory(cpu_facts().free_bytes)  # every tensor is dequantised into new memory
     exit_code = main()

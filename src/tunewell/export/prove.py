@@ -24,8 +24,8 @@ from tunewell.export.preflight import require_tools
 from tunewell.export.proof.checks import check_files, damaged_files
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable, Reference
 from tunewell.export.targets.base import load_target
-from tunewell.hardware.facts import installed_versions
 from tunewell.inference.llama_cpp.library import find_llama
+from tunewell.machine.facts import installed_versions
 from tunewell.records.parity import (
     PARITY,
     PROOF,

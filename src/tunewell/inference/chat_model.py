@@ -11,21 +11,21 @@ import torch
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.core.model_files import locate
-from tunewell.core.ollama import PREFIX as OLLAMA
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
-from tunewell.hardware.device import probe_device
-from tunewell.hardware.facts import DeviceFacts
 from tunewell.inference.decoder import why_not_decoded
 from tunewell.inference.generate import corpus_stop_ids, stop_token_ids
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
 from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import BATCH_TOKENS_MEASURED, Runtime, TorchRuntime, fastest_threads
+from tunewell.machine.device import probe_device
+from tunewell.machine.facts import DeviceFacts
 from tunewell.methods.base import AdapterMethod, load_adapter
+from tunewell.model_files.files import locate
+from tunewell.model_files.ollama import PREFIX as OLLAMA
 from tunewell.models.attention import SDPA
 from tunewell.models.load import LoadedModel, LoadOptions, load_dequantized, load_model
 from tunewell.records.manifest import read_manifest

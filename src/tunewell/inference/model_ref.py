@@ -6,7 +6,7 @@ from typing import Literal
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
-from tunewell.core.presets import is_preset
+from tunewell.model_files.presets import is_preset
 from tunewell.models.base_content import content_changes
 from tunewell.records.base_model import BaseContent
 from tunewell.records.manifest import MANIFEST

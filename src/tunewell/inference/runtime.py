@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
-from tunewell.hardware.device import measure_threads, torch_threads
-from tunewell.hardware.out_of_memory import free_memory, is_out_of_memory
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
 from tunewell.inference.generate import generate
 from tunewell.inference.stream import Ended, TokenStream, stream_tokens
+from tunewell.machine.device import measure_threads, torch_threads
+from tunewell.machine.out_of_memory import free_memory, is_out_of_memory
 from tunewell.models.attention import fastest_attention, stock_attention
 from tunewell.models.loss import HeadShape
 from tunewell.models.packed_forward import PackedModel

@@ -5,12 +5,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tunewell.features.compare.workflow import RunComparison
+from tunewell.features.retrieval.answer import IndexAnswer
+from tunewell.features.retrieval.index_workflow import IndexResult
 from tunewell.library.functions import data_paths
 from tunewell.library.progress import Show, shown
 from tunewell.library.results import TrainResult, as_result, html_table
-from tunewell.retrieval.answer import IndexAnswer
-from tunewell.workflows.compare import RunComparison
-from tunewell.workflows.index import IndexResult
 
 
 class Answer(IndexAnswer):
@@ -63,7 +63,7 @@ def index(
     progress: Show = True,
 ) -> IndexResult:
     """Make documents searchable, or update an index. The search settings are chosen on `questions`, training rows."""
-    from tunewell.workflows.index import index as run_index
+    from tunewell.features.retrieval.index_workflow import index as run_index
 
     paths = [documents] if isinstance(documents, str | Path) else documents
     with shown(progress) as show:
@@ -90,8 +90,8 @@ def ask(
 
     The index and the model are opened for each call. Raises UserError if one of them is missing.
     """
+    from tunewell.features.retrieval.ask_workflow import open_retrieval_chat
     from tunewell.inference.chat import ChatOptions
-    from tunewell.workflows.ask import open_retrieval_chat
 
     path = model.run if isinstance(model, TrainResult) else model
     name = None if path is None else str(path)
@@ -116,7 +116,7 @@ def compare(
     Without models, the run of the current folder is compared with its base model and the index `index`. `data` are
     other questions with answers. `options` are `num_questions`, `num_passages`, `device` and `is_fresh`.
     """
-    from tunewell.workflows.compare import compare as run_compare
+    from tunewell.features.compare.workflow import compare as run_compare
 
     names = [model.run if isinstance(model, TrainResult) else model for model in models]
     indexes = [str(index)] if isinstance(index, str | Path) else [str(one) for one in index]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from tunewell.config.extensions import METHODS
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
-from tunewell.hardware.device import probe_device
+from tunewell.machine.device import probe_device
 from tunewell.models.fp32_modules import compute_dtype
 from tunewell.models.load import not_finite_names
 from tunewell.records.adapter import ADAPTER_CONFIG, read_adapter_config

@@ -16,11 +16,11 @@ import tokenizers
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import cached_by_stamp, parse_json, sha256_file, sha256_text, stable_json
-from tunewell.core.model_files import locate
-from tunewell.core.presets import is_preset
 from tunewell.core.units import count
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.models.facts import fingerprint_weights, weight_files
+from tunewell.model_files.facts import fingerprint_weights, weight_files
+from tunewell.model_files.files import locate
+from tunewell.model_files.presets import is_preset
 from tunewell.records.base_model import BaseContent
 from tunewell.records.events import plain
 

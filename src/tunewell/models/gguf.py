@@ -17,9 +17,9 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import TensorEntry, read_header, read_tensor_table
 from tunewell.core.optional import import_optional
-from tunewell.hardware.facts import num_cores
+from tunewell.machine.facts import num_cores
+from tunewell.model_files.gguf import TensorEntry, read_header, read_tensor_table
 from tunewell.models.external import split_rotary_pairs
 from tunewell.models.support import quiet
 

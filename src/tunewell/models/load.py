@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
-from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
-from tunewell.core.presets import find_preset, is_preset, llama_settings
+from tunewell.model_files.facts import find_key_map
+from tunewell.model_files.files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
+from tunewell.model_files.presets import find_preset, is_preset, llama_settings
 from tunewell.models import attention as packed_attention
 from tunewell.models import shared
 from tunewell.models.external import fit_weights, read_external_weights, split_rotary_pairs
-from tunewell.models.facts import find_key_map
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
 from tunewell.models.pretrained import first_names, from_files, from_tensors, read_config, require_safe_folder, skeleton
 from tunewell.models.support import quiet, require_supported, text_part

@@ -10,7 +10,7 @@ from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.optional import install_command
 from tunewell.core.units import count, size_bytes
-from tunewell.hardware.facts import DeviceFacts, num_cores
+from tunewell.machine.facts import DeviceFacts, num_cores
 from tunewell.records.manifest import Manifest, SplitRecord
 from tunewell.records.plan import Chosen, QuantizedBase
 

@@ -13,7 +13,7 @@ from tunewell.core.units import count
 from tunewell.data.corpus.held_out import MIN_AUTO, num_auto
 from tunewell.data.sources.base import is_url, split_limit
 from tunewell.data.sources.recognise import Recognised
-from tunewell.models.facts import ModelFacts
+from tunewell.model_files.facts import ModelFacts
 from tunewell.planning.plan import StartingPoint
 from tunewell.records.manifest import Manifest, too_few_to_judge
 

@@ -18,9 +18,9 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
-from tunewell.hardware.cards import Card, known_cards
-from tunewell.hardware.facts import DeviceFacts
-from tunewell.models.shape import ModelShape
+from tunewell.machine.cards import Card, known_cards
+from tunewell.machine.facts import DeviceFacts
+from tunewell.model_files.shape import ModelShape
 from tunewell.planning.forecast import Measured, Outlook, predict, workload_of
 from tunewell.planning.plan import ThreadMeasurement, plan_run
 from tunewell.planning.workload import Workload

@@ -8,8 +8,8 @@ from tunewell.config.load import LoadedConfig
 from tunewell.core.units import count
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
-from tunewell.hardware.facts import DeviceFacts, cpu_flops
-from tunewell.models.shape import ModelShape, read_shape
+from tunewell.machine.facts import DeviceFacts, cpu_flops
+from tunewell.model_files.shape import ModelShape, read_shape
 from tunewell.planning.memory import Memory, compute_memory
 from tunewell.planning.speed import MeasuredSpeed, Speed, checkpoint_bytes, compute_speed
 from tunewell.planning.workload import EVERYDAY_TOKENS, Workload, make_workload

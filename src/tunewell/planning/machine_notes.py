@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tunewell.core.launcher import world_size
 from tunewell.core.units import count, duration, size_bytes
-from tunewell.hardware.machine import Machine
+from tunewell.machine.machine import Machine
 from tunewell.planning.forecast import Outlook
 from tunewell.records.plan import Plan
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
-from tunewell.core.catalogue import CatalogueModel, find_entry_of
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
 from tunewell.data.batches import DataOrder
 from tunewell.data.row_statistics import LANGUAGES, RowStatistics
-from tunewell.hardware.machine import Machine
-from tunewell.models.shape import ModelShape
+from tunewell.machine.machine import Machine
+from tunewell.model_files.catalogue import CatalogueModel, find_entry_of
+from tunewell.model_files.shape import ModelShape
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.fit import smaller_micro_batch
 from tunewell.planning.forecast import Outlook, predict

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunewell.core.errors import UserError
-from tunewell.hardware.facts import cpu_flops, usable_cores
-from tunewell.models.facts import read_facts
+from tunewell.machine.facts import cpu_flops, usable_cores
+from tunewell.model_files.facts import read_facts
 from tunewell.planning.workload import EVERYDAY_TOKENS
 
 IMPORT_SECONDS = 5.0

@@ -16,12 +16,12 @@ from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.fields import MethodName
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
-from tunewell.core.presets import is_preset
 from tunewell.core.units import count
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
-from tunewell.hardware.facts import DeviceFacts
-from tunewell.models.facts import read_facts
+from tunewell.machine.facts import DeviceFacts
+from tunewell.model_files.facts import read_facts
+from tunewell.model_files.presets import is_preset
 from tunewell.planning.compute import (
     PlanInputs,
     choose_attention,

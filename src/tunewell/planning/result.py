@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunewell.hardware.cards import Card
-from tunewell.hardware.facts import DeviceFacts
+from tunewell.machine.cards import Card
+from tunewell.machine.facts import DeviceFacts
 from tunewell.planning.advice import Advice
 from tunewell.planning.fit import Rung
 from tunewell.records.plan import Chosen, Plan, QuantizedBase

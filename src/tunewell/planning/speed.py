@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tunewell.hardware.cards import match_card
+from tunewell.machine.cards import match_card
 from tunewell.planning.workload import Workload
 
 _PRODUCT_SHARE = 0.64

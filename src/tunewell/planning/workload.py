@@ -9,8 +9,8 @@ import numpy.typing as npt
 from tunewell.config.extensions import METHODS
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder, micro_batches
-from tunewell.hardware.facts import DeviceFacts
-from tunewell.models.shape import Linear, ModelShape
+from tunewell.machine.facts import DeviceFacts
+from tunewell.model_files.shape import Linear, ModelShape
 from tunewell.records.plan import Plan
 
 Lengths = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tunewell.config.schema import Config, MethodSettings
 from tunewell.core.units import count, duration, size_bytes
-from tunewell.hardware.facts import DeviceFacts
+from tunewell.machine.facts import DeviceFacts
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Plan
 from tunewell.records.prediction import Prediction

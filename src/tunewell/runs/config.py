@@ -19,10 +19,10 @@ from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.launcher import is_launched, num_restarts
-from tunewell.core.model_files import locate
-from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED, redact
 from tunewell.data.sources.local import LocalFile
+from tunewell.model_files.files import locate
+from tunewell.model_files.presets import is_preset
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Chosen, Plan, Start

@@ -7,11 +7,11 @@ from tunewell.config.extensions import METHODS
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
-from tunewell.core.model_files import WEIGHT_SUFFIXES
-from tunewell.core.presets import is_preset
 from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
 from tunewell.data.corpus.reader import Corpus
+from tunewell.model_files.files import WEIGHT_SUFFIXES
+from tunewell.model_files.presets import is_preset
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve

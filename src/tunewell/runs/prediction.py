@@ -12,8 +12,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
-from tunewell.hardware.device import Shape, measure_threads
-from tunewell.hardware.facts import DeviceFacts
+from tunewell.machine.device import Shape, measure_threads
+from tunewell.machine.facts import DeviceFacts
 from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import shape_of
 from tunewell.planning.memory import CONTEXT_BYTES

@@ -20,7 +20,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import cache_folder, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count
-from tunewell.hardware.facts import installed_versions
+from tunewell.machine.facts import installed_versions
 from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import Measured, Outlook
 from tunewell.planning.memory import CONTEXT_BYTES

@@ -13,11 +13,11 @@ from tunewell.config.extensions import METHODS
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, read_text, sha256_once
-from tunewell.core.model_files import locate
-from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
 from tunewell.inference.model_ref import ModelRef
-from tunewell.models.facts import read_facts
+from tunewell.model_files.facts import read_facts
+from tunewell.model_files.files import locate
+from tunewell.model_files.presets import is_preset
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.records.base_model import BASE, BaseContent, read_base
 from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_steps, verify

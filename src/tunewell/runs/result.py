@@ -16,7 +16,7 @@ from tunewell.core.files import open_file
 from tunewell.core.progress import Progress
 from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
-from tunewell.hardware.facts import process_seconds
+from tunewell.machine.facts import process_seconds
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.report import Validation

@@ -9,10 +9,10 @@ from tunewell.config.load import LoadedConfig, relative_path
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
-from tunewell.core.model_files import locate
-from tunewell.core.presets import is_preset
 from tunewell.inference.model_ref import ModelRef
 from tunewell.methods.base import adapter_method
+from tunewell.model_files.files import locate
+from tunewell.model_files.presets import is_preset
 from tunewell.records.adapter import ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.records.base import read_record
 from tunewell.records.manifest import read_manifest

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tunewell.data.batches import TokenizedDocuments, make_batch
-from tunewell.hardware.out_of_memory import free_memory, is_out_of_memory
+from tunewell.machine.out_of_memory import free_memory, is_out_of_memory
 from tunewell.models.load import not_finite_names
 from tunewell.training.step import TrainableModel
 

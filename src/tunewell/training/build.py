@@ -13,7 +13,6 @@ from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config, MethodSettings, Train
 from tunewell.core.errors import UserError
-from tunewell.core.presets import is_preset
 from tunewell.core.units import count
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
@@ -24,8 +23,9 @@ from tunewell.inference.decoder import Decoding
 from tunewell.inference.degeneration import find_degeneration
 from tunewell.inference.generate import corpus_stop_ids, generate
 from tunewell.methods.base import AdapterMethod, Method
+from tunewell.model_files.facts import fingerprint_weights
+from tunewell.model_files.presets import is_preset
 from tunewell.models import attention
-from tunewell.models.facts import fingerprint_weights
 from tunewell.models.load import (
     LoadedModel,
     LoadOptions,

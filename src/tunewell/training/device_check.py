@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tunewell.core.units import size_bytes
 from tunewell.data.batches import MicroBatch, make_batch
-from tunewell.hardware.facts import DeviceFacts, cpu_facts
-from tunewell.hardware.out_of_memory import free_memory, is_out_of_memory
+from tunewell.machine.facts import DeviceFacts, cpu_facts
+from tunewell.machine.out_of_memory import free_memory, is_out_of_memory
 from tunewell.records.healing import HealingEntry
 from tunewell.records.plan import Chosen, write_plan
 from tunewell.training.build import RunInputs

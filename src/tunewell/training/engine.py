@@ -9,7 +9,7 @@ from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.data.read_ahead import ReadAhead
-from tunewell.hardware.out_of_memory import OutOfMemory
+from tunewell.machine.out_of_memory import OutOfMemory
 from tunewell.training.compile import make_compiler
 from tunewell.training.evaluate import evaluate, is_evaluation_due, limit_evaluations, limit_saves
 from tunewell.training.events import Note, StepTaken

@@ -13,8 +13,8 @@ import torch
 from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
-from tunewell.hardware.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.inference.degeneration import is_repetitive
+from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.records.plan import Chosen, write_plan
 from tunewell.training.events import Evaluated, Note, Sample
 from tunewell.training.healing import Healer

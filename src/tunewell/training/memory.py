@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tunewell.core.units import count
-from tunewell.hardware.facts import peak_memory_bytes
-from tunewell.hardware.out_of_memory import OutOfMemory, free_memory
+from tunewell.machine.facts import peak_memory_bytes
+from tunewell.machine.out_of_memory import OutOfMemory, free_memory
 from tunewell.training.recovery import MemoryLimits
 
 if TYPE_CHECKING:

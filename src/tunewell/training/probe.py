@@ -16,8 +16,8 @@ import torch
 from tunewell.core.errors import UserError
 from tunewell.data.batches import make_batch, micro_batches, spread_evenly
 from tunewell.data.corpus.reader import Corpus
-from tunewell.hardware.facts import peak_memory_bytes
-from tunewell.hardware.out_of_memory import OutOfMemory, free_memory
+from tunewell.machine.facts import peak_memory_bytes
+from tunewell.machine.out_of_memory import OutOfMemory, free_memory
 from tunewell.records.plan import Chosen
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import train as take_steps

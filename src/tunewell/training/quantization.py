@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.core.model_files import locate
 from tunewell.core.progress import Progress
 from tunewell.data.batches import TokenizedDocuments
 from tunewell.inference.runtime import measure_losses
+from tunewell.model_files.files import locate
 from tunewell.models.gguf import quantization_of
 from tunewell.models.load import LoadedModel, LoadOptions, load_model
 from tunewell.models.packed_forward import PackedModel

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tunewell.config.schema import Recompute, Train
 from tunewell.data.batches import MicroBatch, Step, TokenizedDocuments
 from tunewell.data.corpus.reader import Corpus
-from tunewell.hardware.out_of_memory import OutOfMemory, is_out_of_memory
+from tunewell.machine.out_of_memory import OutOfMemory, is_out_of_memory
 from tunewell.methods.base import trainable_parameters
 from tunewell.models.attention import SDPA
 from tunewell.models.loss import LEAN_ROWS

@@ -26,8 +26,8 @@ from tunewell.export.staging import (
     write_failed_parity,
 )
 from tunewell.export.targets.base import ExportContext, ExportTarget, NextStep, load_target, load_targets
-from tunewell.hardware.device import torch_threads
 from tunewell.inference.model_ref import ModelRef
+from tunewell.machine.device import torch_threads
 from tunewell.records.parity import PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
 from tunewell.runs.resolve import resolve_model

@@ -22,7 +22,7 @@ from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.recognise import Recognised, count_rows, held_out_beside, recognise
 from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
-from tunewell.models.facts import read_facts
+from tunewell.model_files.facts import read_facts
 from tunewell.planning.first_config import InitResult, config_text, find_recipe
 from tunewell.planning.plan import starting_point
 from tunewell.records.manifest import Manifest

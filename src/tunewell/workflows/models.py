@@ -7,19 +7,19 @@ from typing import Any
 
 from tunewell.config.load import FILE_NAME, load_config
 from tunewell.config.schema import Config, Data
-from tunewell.core.catalogue import CatalogueModel, catalogue, find_in_catalogue
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.corpus.spec import source_options
 from tunewell.data.row_statistics import RowStatistics, read_statistics
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.recognise import recognise
-from tunewell.environment.local_models import LocalModel, find_local_models
-from tunewell.environment.machine import hub_problem
-from tunewell.environment.model_files import hub_cache
-from tunewell.hardware.machine import Machine, read_machine
-from tunewell.hardware.system import System
-from tunewell.models.shape import read_shape, shape_of_config
+from tunewell.features.doctor.machine import hub_problem
+from tunewell.machine.machine import Machine, read_machine
+from tunewell.machine.system import System
+from tunewell.model_files.catalogue import CatalogueModel, catalogue, find_in_catalogue
+from tunewell.model_files.checks import hub_cache
+from tunewell.model_files.local import LocalModel, find_local_models
+from tunewell.model_files.shape import read_shape, shape_of_config
 from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend
 
 _ASSUMED = RowStatistics(num_rows=500, lengths=(200,), supervised_share=0.5)

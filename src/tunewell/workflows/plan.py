@@ -10,10 +10,10 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import open_corpus
-from tunewell.hardware.cards import Card, find_card
-from tunewell.hardware.facts import DeviceFacts
-from tunewell.hardware.machine import Machine, read_machine
-from tunewell.hardware.system import System
+from tunewell.machine.cards import Card, find_card
+from tunewell.machine.facts import DeviceFacts
+from tunewell.machine.machine import Machine, read_machine
+from tunewell.machine.system import System
 from tunewell.planning.advice import advise
 from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import Outlook, shape_of

@@ -18,7 +18,7 @@ from tunewell.data.corpus.spec import BuildSpec, make_spec, require_model_and_da
 from tunewell.data.corpus.writer import CorpusOutput
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
-from tunewell.models.facts import read_facts
+from tunewell.model_files.facts import read_facts
 from tunewell.records.manifest import Manifest
 from tunewell.runs.config import with_start
 
@@ -102,7 +102,7 @@ def load_spec(loaded: LoadedConfig, progress: ProgressListener = silent) -> Buil
     require_model_and_data(loaded)
     remarks: list[str] = []
     if loaded.config.data.index is not None:
-        from tunewell.retrieval.open_book_config import with_open_book  # not needed for other configs
+        from tunewell.features.retrieval.open_book_config import with_open_book  # not needed for other configs
 
         loaded, remarks = with_open_book(loaded, progress)
     text = TextPipeline.load(loaded)

@@ -16,8 +16,8 @@ from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import open_corpus
-from tunewell.hardware.device import measure_threads
-from tunewell.hardware.out_of_memory import OutOfMemory
+from tunewell.machine.device import measure_threads
+from tunewell.machine.out_of_memory import OutOfMemory
 from tunewell.planning.plan import plan_run
 from tunewell.records.plan import Chosen
 from tunewell.runs.config import RunOptions

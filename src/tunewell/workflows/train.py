@@ -16,9 +16,10 @@ from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
-from tunewell.hardware.allocator import keep_freed_memory
-from tunewell.hardware.device import probe_device, torch_threads
-from tunewell.integrations.trackers.start import require_trackers, start_trackers
+from tunewell.features.remote.fetch import DOWNLOADING
+from tunewell.features.track.start import require_trackers, start_trackers
+from tunewell.machine.allocator import keep_freed_memory
+from tunewell.machine.device import probe_device, torch_threads
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan, Start
 from tunewell.records.report import EXIT_NOT_VALIDATED
@@ -28,7 +29,6 @@ from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_fol
 from tunewell.runs.outcome import write_run_files
 from tunewell.runs.prediction import plan_to_train, update_outcome
 from tunewell.runs.result import MetricsRecorder, Pulse, TrainResult, make_result
-from tunewell.storage.fetch import DOWNLOADING
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.device_check import check_device
 from tunewell.training.distributed import World

@@ -7,8 +7,8 @@ from tunewell.config.load import load_config
 from tunewell.core.files import is_url
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.export.prove import prove_export
+from tunewell.features.remote.push import pull_folder
 from tunewell.records.parity import PARITY, Parity, write_record
-from tunewell.storage.push import pull_folder
 
 EXIT_NOT_PROVEN = 4
 

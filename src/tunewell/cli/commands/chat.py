@@ -12,8 +12,8 @@ from tunewell.cli.screens.chat import converse, loading, report_dropped, report_
 from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
+    from tunewell.features.retrieval.answer import RetrievalChat
     from tunewell.inference.chat import Answer, Chat
-    from tunewell.retrieval.answer import RetrievalChat
 
 
 def command(
@@ -57,8 +57,8 @@ def command(
         chat = Chat(chat_model, system, options)
         retrieval = None
         if index is not None:
-            from tunewell.retrieval.answer import RetrievalChat
-            from tunewell.retrieval.search import open_retriever
+            from tunewell.features.retrieval.answer import RetrievalChat
+            from tunewell.features.retrieval.search import open_retriever
 
             retrieval = RetrievalChat(open_retriever(index), chat)
     if prompt is not None:

@@ -112,8 +112,8 @@ def command(
     if rehearse:
         raise typer.Exit(_rehearse(loaded, options, json=json))
     with shown_training() as listener:
+        from tunewell.features.doctor.workflow import require_environment
         from tunewell.training.events import send_notes
-        from tunewell.workflows.doctor import require_environment
 
         require_environment(loaded, send_notes(listener))
         listener(Progress("importing torch"))
@@ -205,7 +205,7 @@ def _rehearse(loaded: "LoadedConfig", options: "RunOptions", *, json: bool) -> i
     from tunewell.cli.startup import import_libraries
 
     with shown_stages() as progress:
-        from tunewell.workflows.doctor import require_environment
+        from tunewell.features.doctor.workflow import require_environment
 
         require_environment(loaded, lambda message: print(f"note: {message}", file=sys.stderr))  # noqa: T201
         progress(Progress("importing torch"))

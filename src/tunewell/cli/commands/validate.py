@@ -87,7 +87,7 @@ def command(
 def _expected_seconds(ref: "ModelRef", data: str | None, *, num_models: int) -> dict[str, float]:
     """Return the expected seconds of each stage on a CPU; empty if unknown, e.g. for rows that are not read yet."""
     from tunewell.data.corpus.reader import open_corpus
-    from tunewell.hardware.machine import read_machine
+    from tunewell.machine.machine import read_machine
     from tunewell.planning.pace import validate_seconds
 
     if data is not None or ref.corpus is None or num_models > 1 or read_machine().gpus:

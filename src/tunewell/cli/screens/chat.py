@@ -17,8 +17,8 @@ from tunewell.core.units import count
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tunewell.features.retrieval.answer import IndexAnswer, RetrievalChat
     from tunewell.inference.chat import Answer, Chat
-    from tunewell.retrieval.answer import IndexAnswer, RetrievalChat
 
 COMMANDS = {
     "/reset": ("", "start a new conversation with the same system prompt"),

@@ -41,7 +41,7 @@ from tunewell.data.masking.masker import Plan
 from tunewell.data.masking.turns import marker_pattern
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.tokenizers.load import LoadedTokenizer
-from tunewell.hardware.facts import num_cores
+from tunewell.machine.facts import num_cores
 
 _ENCODE_BATCH = 2048
 # The tokenizer takes about eight times as long as the word table, but it uses all cores.

@@ -86,7 +86,7 @@ class VersionedSource(Protocol):
         ...
 
 
-_REMOTE = "tunewell.data.sources.remote:RemoteFile"
+_REMOTE = "tunewell.features.remote.source:RemoteFile"
 SOURCES = Registry(
     "data source",
     [
@@ -102,7 +102,7 @@ SOURCES = Registry(
         Entry(
             "hf",
             "A data set of the Hugging Face hub: `hf://datasets/ORG/NAME@REVISION`.",
-            "tunewell.data.sources.hub:HubFile",
+            "tunewell.features.remote.hub_source:HubFile",
         ),
         Entry("gs", "Google Cloud Storage (untested).", _REMOTE),
         Entry("az", "Azure Blob Storage (untested).", _REMOTE),

@@ -7,11 +7,11 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata
 from tunewell.data.rows.conversation import is_list
 from tunewell.data.tokenizers import sentencepiece
 from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_table, looks_like_marker, prepend_bos
 from tunewell.data.tokenizers.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SentencePieceModel
+from tunewell.model_files.gguf import read_metadata
 
 _SPECIAL_IDS = {
     "bos_token": "bos_token_id",

@@ -7,9 +7,9 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json
-from tunewell.core.model_files import ModelFiles
 from tunewell.data.rows.conversation import is_list, is_object
 from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_table
+from tunewell.model_files.files import ModelFiles
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

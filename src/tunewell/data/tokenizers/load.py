@@ -11,12 +11,12 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json, write_atomic
-from tunewell.core.model_files import ModelFiles, locate
 from tunewell.data.tokenizers import sentencepiece
 from tunewell.data.tokenizers.gguf import load_gguf
 from tunewell.data.tokenizers.hub import load_tokenizer_json, read_special_tokens, read_template
 from tunewell.data.tokenizers.parts import TokenizerParts, byte_alphabet, prepend_bos
 from tunewell.data.tokenizers.sentencepiece import read_model
+from tunewell.model_files.files import ModelFiles, locate
 
 Kind = Literal["tokenizer.json", "sentencepiece", "gguf"]
 

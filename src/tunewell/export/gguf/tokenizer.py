@@ -10,7 +10,6 @@ import orjson
 from tokenizers import Tokenizer
 
 from tunewell.core.errors import UserError
-from tunewell.core.model_files import SENTENCEPIECE_FILE
 from tunewell.data.masking.turns import probe_reply_frame
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
@@ -26,6 +25,7 @@ from tunewell.data.tokenizers.sentencepiece import (
     read_model,
 )
 from tunewell.export.gguf.architecture import llama_cpp_facts
+from tunewell.model_files.files import SENTENCEPIECE_FILE
 
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "mask")
 _SPECIAL_TYPES = frozenset({UNKNOWN, CONTROL, USER_DEFINED})

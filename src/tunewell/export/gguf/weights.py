@@ -19,7 +19,7 @@ from tunewell.core.files import parse_json, read_text
 from tunewell.core.optional import import_optional
 from tunewell.export.gguf.architecture import Settings
 from tunewell.export.gguf.quantize import can_quantize, quantize_rows
-from tunewell.hardware.facts import num_cores
+from tunewell.machine.facts import num_cores
 
 _MAX_SHOWN = 5
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

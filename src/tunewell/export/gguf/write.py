@@ -14,7 +14,6 @@ import torch
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import disk_full_as_user_error, require_disk_space, sync_folder
-from tunewell.core.model_files import locate
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
@@ -22,6 +21,7 @@ from tunewell.export.gguf.architecture import FieldValue, Settings, metadata_fie
 from tunewell.export.gguf.quantize import choose_types, is_mixture
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
 from tunewell.export.gguf.weights import LazyTensor, WeightFiles, load_tensor, name_tensors, open_weights, storage_type
+from tunewell.model_files.files import locate
 
 # Upper bounds for the header: 1 MiB for names, fields and padding; per token its length, type, score and merge.
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64

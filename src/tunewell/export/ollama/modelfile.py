@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata
 from tunewell.data.templates.chat_template import ChatTemplate
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.export.chat_template import another_day, missing_generation_prompt
 from tunewell.export.ollama.layout import Render
 from tunewell.export.ollama.template import GoTemplate, derive_go_template, stop_texts
+from tunewell.model_files.gguf import read_metadata
 
 _MAX_CONTEXT = 131_072
 _ENDS_EARLY = re.compile(r'"""\s*?[\r\n]')

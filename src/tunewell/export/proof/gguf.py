@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.tokenizers.load import load_tokenizer
@@ -45,6 +44,7 @@ from tunewell.inference.decoder import Generated
 from tunewell.inference.generate import shared_prefix_length
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
+from tunewell.model_files.gguf import TensorEntry, read_metadata, read_tensor_table
 from tunewell.models.gguf import read_entry
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Question
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.export.proof.checks import bounds
-from tunewell.hardware.device import torch_threads, useful_threads
+from tunewell.machine.device import torch_threads, useful_threads
 from tunewell.methods.base import AdapterLayer, adapter_layers
 from tunewell.records.parity import Check
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata, tensor_count
-from tunewell.hardware.facts import physical_cores, usable_cores
 from tunewell.inference.decoder import GREEDY, Decoding
 from tunewell.inference.generate import shared_prefix_length
 from tunewell.inference.llama_cpp.bindings import Batch, Bindings
 from tunewell.inference.stream import Ended, TokenStream, sample_tokens
+from tunewell.machine.facts import physical_cores, usable_cores
+from tunewell.model_files.gguf import read_metadata, tensor_count
 
 _BATCH = 512
 """Tokens per `llama_decode`. The logits of 512 positions take up to 300 MB, depending on the vocabulary."""

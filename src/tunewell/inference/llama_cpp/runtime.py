@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tunewell.core.gguf import read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
@@ -19,6 +18,7 @@ from tunewell.inference.llama_cpp.library import LlamaLibrary
 from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.inference.runtime import DocumentLosses, fastest_threads
 from tunewell.inference.stream import Ended, TokenStream
+from tunewell.model_files.gguf import read_tensor_table
 from tunewell.models.gguf import read_tensor
 
 _FIRST_CONTEXT = 1024

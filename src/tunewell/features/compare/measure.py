@@ -1,0 +1,155 @@
+"""Ask a model the questions of a test, with or without passages, and judge the answers, for a column of `compare`."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tunewell.core.errors import UserError
+from tunewell.core.progress import ProgressListener, silent, with_stage
+from tunewell.core.units import count
+from tunewell.data.reading_prompt import NOT_FOUND, question_in, reading_prompt
+from tunewell.evaluation.answer_keys import AnswerKey
+from tunewell.evaluation.columns import Column, ColumnAnswer
+from tunewell.evaluation.judge import Judgement, judge
+from tunewell.evaluation.matching import match
+from tunewell.evaluation.rows import EvaluationSet
+from tunewell.evaluation.scores import judged_questions
+from tunewell.features.retrieval.answer import fit
+from tunewell.features.retrieval.reading import CITATION, is_refusal
+from tunewell.features.retrieval.shown import SearchedQuestions, Shown
+from tunewell.inference.batch import Answerer, Message, Replies
+from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.model_ref import ModelRef
+from tunewell.training.evaluate import questions_of
+
+_MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 64, 512
+
+
+@dataclass(frozen=True)
+class Exam:
+    """The questions of a test with their answer keys."""
+
+    keys: list[AnswerKey]
+    clusters: list[int]
+    prompts: list[list[int]] = field(default_factory=list[list[int]])
+    """The prompts of the questions in the tokens of one model, with its system prompt; empty if there are none."""
+    longest_reference: int = 0
+    """Tokens of the longest reference."""
+    ref: ModelRef | None = None
+    """The model in whose tokens the prompts are."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """Maximum number of tokens of an answer: enough for the references, and for an answer that says more."""
+        return min(max(math.ceil(1.5 * self.longest_reference / 8) * 8, _MIN_ANSWER_TOKENS), _MAX_ANSWER_TOKENS)
+
+
+def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys: bool = True) -> Exam:
+    """Return at most `number` questions of an evaluation set; raise UserError if no answer could be judged by a key."""
+    masker = model.masker
+    if masker is None or rows.split is None:
+        raise UserError("there are no questions with answers to compare on", fix="add `--data rows.jsonl`")
+    found = questions_of(rows.split, number=number, spell=model.decode, question_in=masker.template.question_in)
+    # Rows of open-book training have passages, and some have a refusal as reply because the passage was left out.
+    is_open_book = any(question_in(one.text) != one.text for one in found)
+    if is_open_book:
+        found = [replace(one, text=question_in(one.text)) for one in found if not is_refusal(one.reference)]
+    judged = judged_questions(found, rows.split, rows.corpus, model)
+    if needs_keys and not any(key.is_judged for key in judged.keys):
+        raise UserError(
+            f"none of the {count(len(found), 'answer')} in the rows can be compared: they are empty or too long",
+            where=rows.name,
+            fix="add a column `answers` with what a right answer must contain, or compare runs without `--index`",
+        )
+    longest = max(len(question.reference_ids) for question in found)
+    prompts = [] if is_open_book else [question.ids for question in found]
+    return Exam(judged.keys, judged.clusters, prompts, longest_reference=longest, ref=model.ref)
+
+
+def measure_alone(
+    name: str, model: Answerer, exam: Exam, *, is_own: bool, progress: ProgressListener = silent, **more: Any
+) -> Column:
+    """Return a column of answers without passages. `is_own`: the exam's prompts are in the tokens of this model."""
+    messages: list[Message] = [*exam.prompts] if is_own and exam.prompts else [key.question for key in exam.keys]
+    replies = model.answer(messages, with_stage(progress, f"{name}: answering"))
+    judged = [(text, judge(text, key)) for text, key in zip(replies.texts, exam.keys, strict=True)]
+    answers = [_answer(text, found, key, None) for (text, found), key in zip(judged, exam.keys, strict=True)]
+    return _column(name, exam, answers, replies, seconds=replies.seconds, **more)
+
+
+def measure_with_passages(
+    name: str,
+    model: Answerer,
+    exam: Exam,
+    searched: SearchedQuestions,
+    *,
+    progress: ProgressListener = silent,
+    **more: Any,
+) -> Column:
+    """Return a column of answers with the passages found. Ask again without those that contain the answers."""
+    texts, num_shown, replies = _ask(model, exam.keys, searched.found, with_stage(progress, f"{name}: answering"))
+    answers = []
+    for text, number, key, shown in zip(texts, num_shown, exam.keys, searched.found, strict=True):
+        has_passage = None if shown.right is None else any(shown.right[:number])
+        answers.append(_answer(text, _judged(text, key), key, has_passage))
+    removed = [index for index, shown in enumerate(searched.removed) if shown is not None]
+    invented = None
+    if removed:
+        keys = [exam.keys[index] for index in removed]
+        left = [shown for shown in searched.removed if shown is not None]
+        again, _, _ = _ask(model, keys, left, with_stage(progress, f"{name}: answering, passages removed"))
+        judgements = [_judged(text, key) for text, key in zip(again, keys, strict=True)]
+        invented = (sum(not found.is_refusal and not found.is_right for found in judgements), len(removed))
+    seconds = searched.seconds + replies.seconds
+    return _column(name, exam, answers, replies, seconds=seconds, invented=invented, **more)
+
+
+def _ask(
+    model: Answerer, keys: Sequence[AnswerKey], shown: Sequence[Shown], progress: ProgressListener
+) -> tuple[list[str], list[int], Replies]:
+    """Return the answers and how many passages the model read. A question that the search refuses is not asked."""
+    messages, num_shown = dict[int, str](), [0] * len(shown)
+    for index, (key, own) in enumerate(zip(keys, shown, strict=True)):
+        if not own.is_refused and own.passages:
+            fitting = fit(key.question, own.passages, model.fits)
+            messages[index], num_shown[index] = reading_prompt(key.question, fitting), len(fitting)
+    replies = model.answer(list(messages.values()), progress) if messages else Replies([], [], [], 0.0)
+    texts = dict(zip(messages, replies.texts, strict=True))
+    return [texts.get(index, NOT_FOUND) for index in range(len(shown))], num_shown, replies
+
+
+def _judged(text: str, key: AnswerKey) -> Judgement:
+    found = judge(CITATION.sub("", text), key)
+    if is_refusal(text) and not key.is_refusal:
+        return Judgement(None if found.is_right is None else False, True, "refuses")
+    return found
+
+
+def _answer(text: str, found: Judgement, key: AnswerKey, has_passage: bool | None) -> ColumnAnswer:
+    f1 = match(text, key.reference).f1 if key.reference else 0.0
+    return ColumnAnswer(text, found.is_right, f1, found.is_refusal, has_passage)
+
+
+def _column(
+    name: str, exam: Exam, answers: Sequence[ColumnAnswer], replies: Replies, *, seconds: float, **more: Any
+) -> Column:
+    asked = [(key.question, key.reference) for key in exam.keys]
+    resources = {
+        "seconds per answer": seconds / max(1, len(asked)),
+        "tokens per answer": _mean(replies.num_tokens),
+        "tokens per prompt": _mean(replies.num_prompt_tokens),
+        **more.pop("resources", {}),
+    }
+    return Column(
+        name,
+        answers=dict(zip(asked, answers, strict=True)),
+        questions={key: key for key in asked},
+        clusters=dict(zip(asked, exam.clusters, strict=True)),
+        resources=resources,
+        **more,
+    )
+
+
+def _mean(numbers: Sequence[int]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None

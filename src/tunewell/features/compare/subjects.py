@@ -1,0 +1,137 @@
+"""Measure the columns of a comparison: each model, its base model, and both with the passages of each index."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tunewell.core.progress import Progress, ProgressListener
+from tunewell.evaluation.columns import Column
+from tunewell.features.compare.measure import Exam, measure_alone, measure_with_passages
+from tunewell.features.retrieval.search import Retriever
+from tunewell.features.retrieval.shown import SearchedQuestions
+from tunewell.inference.batch import Answerer, ModelAnswerer, ServerAnswerer
+from tunewell.inference.chat_model import ChatModel, open_chat_model
+from tunewell.inference.model_ref import ModelRef
+from tunewell.runs.listing import training_seconds
+
+TRAINING, INDEX = "training", "index"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run, an adapter, a model or a server that is compared."""
+
+    name: str
+    ref: ModelRef | None
+    """None for a server."""
+    address: str
+
+
+@dataclass
+class SearchedIndex:
+    """An index, and the passages it finds for the questions."""
+
+    name: str
+    retriever: Retriever
+    searched: SearchedQuestions
+
+    @property
+    def seconds(self) -> float | None:
+        return self.retriever.store.manifest.seconds
+
+
+class ColumnSession:
+    """Measures the columns of each subject. The base model of several runs is measured once."""
+
+    def __init__(self, exam: Exam, indexes: list[SearchedIndex], *, device: str, progress: ProgressListener) -> None:
+        self.exam, self.indexes, self.progress = exam, indexes, progress
+        self.device, self.notes = device, list[str]()
+        self._bases: dict[str, str] = {}
+        prices = exam.ref.loaded.config.plan.prices if exam.ref is not None else {}
+        self._price = prices.get("here")
+
+    def columns(self, subject: Subject) -> Iterator[Column]:
+        """Yield the columns of a subject: its base model, unless it is measured already, and itself."""
+        if subject.ref is None:
+            server = ServerAnswerer(subject.address, length=self.exam.answer_tokens)
+            yield from self._asked(subject.name, server, is_own=False, needs=frozenset(), seconds=0.0)
+            return
+        ref = subject.ref
+        self.progress(Progress(f"loading {subject.name}"))
+        base = None if ref.kind == "model" else ref.started_from
+        is_new = base is not None and base not in self._bases
+        model = open_chat_model(ref, device=self.device, with_base=is_new, backend="llama_cpp")
+        self.notes += [f"{subject.name}: {note}" for note in model.notes]
+        is_own = self._has_tokens_of_exam(ref)
+        if is_new and base is not None and model.has_base:
+            self._bases[base] = "base" if not self._bases else f"base {Path(base).name}"
+            with model.base_runtime() as runtime:
+                answerer = self._answerer(model, runtime)
+                yield from self._asked(self._bases[base], answerer, is_own=is_own, needs=frozenset(), seconds=0.0)
+        is_trained = ref.kind != "model"
+        needs = frozenset({TRAINING} if is_trained else ())
+        seconds = training_seconds(ref.path) if ref.kind == "run" and ref.path else None if is_trained else 0.0
+        yield from self._asked(
+            subject.name,
+            self._answerer(model, model.runtime),
+            is_own=is_own,
+            needs=needs,
+            seconds=seconds,
+            is_open_book=ref.is_open_book,
+        )
+        model.unload()
+
+    def _has_tokens_of_exam(self, ref: ModelRef) -> bool:
+        asked = self.exam.ref
+        if asked is ref:
+            return True
+        if asked is None or asked.plan is None or ref.plan is None:
+            return False
+        own, others = ((plan.tokenizer_sha256, plan.template_sha256s) for plan in (ref.plan, asked.plan))
+        return own == others
+
+    def _answerer(self, model: ChatModel, runtime: Any) -> Answerer:
+        sources = model.ref.loaded.config.data.sources
+        return ModelAnswerer(
+            model, runtime, length=self.exam.answer_tokens, system=sources[0].system if sources else None
+        )
+
+    def _asked(
+        self,
+        name: str,
+        model: Answerer,
+        *,
+        is_own: bool,
+        needs: frozenset[str],
+        seconds: float | None,
+        is_open_book: bool = False,
+    ) -> Iterator[Column]:
+        if not (is_open_book and self.indexes):
+            resources = {"preparation, seconds": seconds}
+            column = measure_alone(
+                name, model, self.exam, is_own=is_own, needs=needs, resources=resources, progress=self.progress
+            )
+            yield self._with_cost(column)
+        for index in self.indexes:
+            total = None if seconds is None or index.seconds is None else seconds + index.seconds
+            column = measure_with_passages(
+                f"{name} + {index.name}",
+                model,
+                self.exam,
+                index.searched,
+                needs=needs | {INDEX},
+                resources={"preparation, seconds": total},
+                progress=self.progress,
+            )
+            yield self._with_cost(column)
+
+    def _with_cost(self, column: Column) -> Column:
+        if self._price is None:
+            return column
+        made, answer = (column.resources.get(name) for name in ("preparation, seconds", "seconds per answer"))
+        cost = {
+            "preparation, cost": None if made is None else self._price * made / 3600,
+            "1,000 answers, cost": None if answer is None else self._price * 1000 * answer / 3600,
+        }
+        return replace(column, resources={**column.resources, **cost})

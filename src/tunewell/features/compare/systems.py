@@ -1,0 +1,182 @@
+"""Ask models the same questions, with and without documents, compare the answers, and recommend one."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from tunewell.config.schema import SourceConfig
+from tunewell.core.errors import UserError
+from tunewell.core.files import is_url
+from tunewell.core.progress import Progress, ProgressListener, with_stage
+from tunewell.core.units import count
+from tunewell.data.question_rows import read_questions
+from tunewell.evaluation.columns import ColumnComparison, CompareOptions, UsedKey, compare_columns
+from tunewell.evaluation.measurements import shorten
+from tunewell.evaluation.rows import EvaluationSet
+from tunewell.features.compare.measure import Exam, read_exam
+from tunewell.features.compare.model_judge import ModelJudge, read_labels
+from tunewell.features.compare.recommendation import recommend
+from tunewell.features.compare.subjects import ColumnSession, SearchedIndex, Subject
+from tunewell.features.retrieval.open_book_config import held_out_documents
+from tunewell.features.retrieval.search import Retriever, open_retriever
+from tunewell.features.retrieval.shown import Shown, key_finder, search_all
+from tunewell.features.retrieval.stores.base import shown_address
+from tunewell.inference.chat_model import open_without_weights
+from tunewell.inference.degeneration import fold
+from tunewell.inference.model_ref import ModelRef
+from tunewell.runs.resolve import resolve_model
+
+_NUM_KEYS = 5
+
+OpenRows = Callable[[ModelRef], AbstractContextManager[EvaluationSet]]
+"""Open the rows to test on: the held-out rows of a run, or those of a file, in the tokens of the model."""
+
+
+def compare_answers(
+    names: Sequence[str | Path], options: CompareOptions, open_rows: OpenRows, progress: ProgressListener
+) -> ColumnComparison:
+    """Ask every model every question, alone and with each index, and compare the answers."""
+    judge, judge_notes = _judge(options)
+    subjects = _subjects(names)
+    opened = [(shown_address(address), open_retriever(address)) for address in dict.fromkeys(options.indexes)]
+    exam, notes = _exam(subjects, options, open_rows, progress)
+    questions = [key.question for key in exam.keys]
+    indexes = []
+    for name, (_, retriever) in zip(_index_names([address for address, _ in opened]), opened, strict=True):
+        notes += [*retriever.notes, *_tuning_notes(name, retriever, exam)]
+        listen = with_stage(progress, f"searching {name}: {count(len(questions), 'question')}")
+        finder = key_finder(exam.keys)
+        found = search_all(retriever, questions, finder, num_passages=options.num_passages, progress=listen)
+        indexes.append(SearchedIndex(name, retriever, found))
+        if known := sum(_is_in(key.question, shown) for key, shown in zip(exam.keys, found.found, strict=True)):
+            notes.append(
+                f"{count(known)} of {count(len(questions), 'question')} are in the documents word for word; if the "
+                "index contains the test rows, its results are too optimistic"
+            )
+    notes += [note for subject in subjects for note in _book_notes(subject, indexes)]
+    session = ColumnSession(exam, indexes, device=options.device, progress=progress)
+    columns = [column for subject in subjects for column in session.columns(subject)]
+    if judge is not None:
+        columns = [judge.judged(column, progress) for column in columns]
+    notes += [*judge_notes, *session.notes]
+    comparison = compare_columns(columns, notes, has_all_pairs=True)
+    keys = [UsedKey(key.question, key.text, key.because) for key in exam.keys[:_NUM_KEYS]]
+    return replace(comparison, recommendation=recommend(comparison), keys=keys)
+
+
+def _index_names(addresses: list[str]) -> list[str]:
+    """Return the names of the indexes in columns: their folders, or their addresses if two have the same name."""
+    if len(addresses) == 1:
+        return ["retrieval"]
+    names = [Path(address.rpartition("#")[2] or address).name for address in addresses]
+    return [name if names.count(name) == 1 else address for name, address in zip(names, addresses, strict=True)]
+
+
+def _tuning_notes(name: str, retriever: Retriever, exam: Exam) -> list[str]:
+    """Return a note if the search settings were chosen on questions of the test."""
+    path = retriever.store.manifest.settings.questions
+    known = 0 if path is None else _num_known([path], Path(), exam)
+    if not known:
+        return []
+    return [
+        f"{count(known)} of {count(len(exam.keys), 'question')} also chose the search settings of {name} "
+        "(`index --questions`), so its results are too optimistic"
+    ]
+
+
+def _is_in(question: str, shown: Shown) -> bool:
+    return any(fold(question).strip() in fold(passage.text) for passage in shown.passages)
+
+
+def _judge(options: CompareOptions) -> tuple[ModelJudge | None, list[str]]:
+    """Return the judge model and its agreement with labelled answers, measured before any other model is asked."""
+    if options.judge is None:
+        return None, []
+    if options.labels is None:
+        raise UserError(
+            "a judge model needs answers that a person has judged, to measure it by",
+            fix='add `--labels FILE` with lines like {"question", "reference", "answer", "right": true}',
+        )
+    judge = ModelJudge(options.judge)
+    return judge, [judge.agreement(read_labels(options.labels))]
+
+
+def _subjects(names: Sequence[str | Path]) -> list[Subject]:
+    if len(set(map(str, names))) < len(names):
+        raise UserError("a run or model is named twice", fix="name each once")
+    subjects = []
+    for name in names or [None]:
+        if name is not None and is_url(str(name)):
+            subjects.append(Subject(str(name).rpartition("#")[2] or str(name), None, str(name)))
+            continue
+        ref = resolve_model(name)
+        label = ref.path.resolve().name if ref.path is not None else ref.name
+        subjects.append(Subject(label, ref, str(name)))
+    labels = [subject.name for subject in subjects]
+    return [
+        replace(subject, name=subject.name if labels.count(subject.name) == 1 else subject.address)
+        for subject in subjects
+    ]
+
+
+def _exam(
+    subjects: list[Subject], options: CompareOptions, open_rows: OpenRows, progress: ProgressListener
+) -> tuple[Exam, list[str]]:
+    """Return the questions: those of the file, or the held-out rows of the first run."""
+    refs = [subject.ref for subject in subjects if subject.ref is not None]
+    ref = next((one for one in refs if one.kind == "run"), refs[0] if refs else None)
+    if ref is None or (ref.kind != "run" and options.data is None):
+        raise UserError(
+            "there are no questions to compare on: none of the models is a run with held-out rows",
+            fix="add `--data rows.jsonl`, a file of questions with answers that no model was trained on"
+            + ("; name at least one local model, whose tokenizer reads it" if ref is None else ""),
+        )
+    progress(Progress("reading the questions"))
+    with open_rows(ref) as rows:
+        model = open_without_weights(ref, device=options.device)
+        exam = read_exam(model, rows, number=options.num_questions, needs_keys=options.judge is None)
+        notes = list(rows.notes)
+    shown = ", ".join(f'"{shorten(key.text, 40)}"' for key in exam.keys[:3] if key.text)
+    progress(Progress(f"judging {count(len(exam.keys), 'answer')} by keys such as {shown}"))
+    for subject in subjects if options.data is not None else []:
+        ref = subject.ref
+        if (
+            ref is not None
+            and ref.kind == "run"
+            and (known := _num_known(ref.loaded.config.data.sources, ref.loaded.base, exam))
+        ):
+            notes.append(
+                f"{count(known)} of {count(len(exam.keys), 'question')} are in the training rows of {subject.name}, "
+                "so its results are too optimistic"
+            )
+    return exam, notes
+
+
+def _num_known(sources: Sequence[str | SourceConfig], base: Path, exam: Exam) -> int:
+    """Return the number of questions that are in some files of rows. Files that no longer exist are skipped."""
+    known: set[str] = set()
+    for source in sources:
+        with suppress(UserError):  # the rows were moved or deleted
+            known |= {fold(one.text).strip() for one in read_questions(source, base=base)}
+    return sum(fold(key.question).strip() in known for key in exam.keys)
+
+
+def _book_notes(subject: Subject, indexes: list[SearchedIndex]) -> list[str]:
+    """Return a note on the questions about documents that an open-book run was trained on."""
+    ref = subject.ref
+    unseen = held_out_documents(ref.loaded) if ref is not None and ref.is_open_book else None
+    if unseen is None:
+        return []
+    shown = [one for index in indexes[:1] for one in index.searched.found if one.right is not None]
+    seen = sum(
+        any(is_right and passage.file not in unseen for passage, is_right in zip(one.passages, one.right, strict=True))
+        for one in shown
+        if one.right is not None
+    )
+    if not seen:
+        return []
+    return [
+        f"{count(seen)} of {count(len(shown), 'question')} are about documents that {subject.name} was trained on; "
+        "only the others measure reading"
+    ]

@@ -1,0 +1,153 @@
+"""`tunewell compare`: runs side by side, or models with and without an index, on the same held-out questions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import make_private, require_output_path, stable_json, write_atomic
+from tunewell.core.progress import ProgressListener, silent
+from tunewell.core.redact import redact
+from tunewell.evaluation.columns import Column, ColumnComparison, CompareOptions, column_of, compare_columns
+from tunewell.evaluation.report.comparison import comparison_page
+from tunewell.features.retrieval.records import INDEX
+from tunewell.records.plan import PLAN, Plan, read_plan
+from tunewell.records.report import REPORT, Report, read_report
+from tunewell.records.rundir import OUTCOME
+from tunewell.runs.curves import line_of_run
+from tunewell.runs.listing import read_object, summarise, training_seconds
+
+PAGE, DATA = "compare.html", "compare.json"
+OUT = Path("comparison")
+DEFAULT_INDEX = "index"
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """A comparison and its folder."""
+
+    comparison: ColumnComparison
+    folder: Path
+
+    @property
+    def page(self) -> Path:
+        return self.folder / PAGE
+
+
+def compare(
+    subjects: Sequence[str | Path] = (),
+    *,
+    options: CompareOptions | None = None,
+    progress: ProgressListener = silent,
+    **fields: Any,
+) -> RunComparison:
+    """Compare runs and models, with and without indexes, and write the page. `fields` are fields of CompareOptions.
+
+    Runs alone are compared by their reports, settings and curves. With an index, with rows or with a model that is not
+    a run, all models are asked the same questions. Raises UserError if there is nothing to compare.
+    """
+    options = replace(options or CompareOptions(), **fields)
+    require_output_path(Path(options.out))
+    is_runs = len(subjects) > 1 and all((Path(one).expanduser() / PLAN).is_file() for one in subjects)
+    if is_runs and not options.indexes and options.data is None:
+        return compare_runs(subjects, out=options.out, is_fresh=options.is_fresh, progress=progress)
+    return _written(_compare_answers(subjects, _with_index(subjects, options), progress), Path(options.out))
+
+
+def _compare_answers(
+    subjects: Sequence[str | Path], options: CompareOptions, progress: ProgressListener
+) -> ColumnComparison:
+    from tunewell.evaluation.session import ValidateOptions
+    from tunewell.features.compare.systems import compare_answers
+    from tunewell.workflows.validate import evaluation_set
+
+    rows = ValidateOptions(data=options.data)
+    return compare_answers(subjects, options, lambda ref: evaluation_set(ref, rows), progress)
+
+
+def _with_index(subjects: Sequence[str | Path], options: CompareOptions) -> CompareOptions:
+    """Return the options, with the index of this folder if none is named; raise UserError for only one column."""
+    if options.indexes or len(subjects) > 1:
+        return options
+    if (Path(DEFAULT_INDEX) / INDEX).is_file():
+        return replace(options, indexes=(DEFAULT_INDEX,))
+    raise UserError(
+        "there is nothing to compare with: no index, and no second run",
+        where=f"there is no index in `{DEFAULT_INDEX}`",
+        fix="make an index of your documents with `tunewell index DOCUMENTS --questions train.jsonl`, then run "
+        "`tunewell compare` again; or name two runs: `tunewell compare RUN RUN`",
+    )
+
+
+def _written(comparison: ColumnComparison, folder: Path) -> RunComparison:
+    make_private(folder)
+    write_atomic(folder / DATA, stable_json(comparison.as_json()))
+    write_atomic(folder / PAGE, redact(comparison_page(comparison)))
+    return RunComparison(comparison, folder)
+
+
+def compare_runs(
+    runs: Sequence[str | Path], *, out: str | Path = OUT, is_fresh: bool = False, progress: ProgressListener = silent
+) -> RunComparison:
+    """Compare runs on the held-out rows of the first, and write the page.
+
+    Reports of the runs are used if they are of the same rows; other runs, and all with `is_fresh`, are validated.
+    Raises UserError for a folder without a run, and for fewer than two runs.
+    """
+    paths = [Path(run).expanduser() for run in runs]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError("a run is named twice", fix="name each run once")
+    folder = Path(out)
+    plans = [read_plan(path) for path in paths]
+    names, notes = column_names(paths), []
+    columns = []
+    for path, plan, name in zip(paths, plans, names, strict=True):
+        report = None if is_fresh else _known_report(path, plan, plans[0])
+        if report is None:
+            report, found = _validated(path, paths[0], folder / name, progress)
+            notes += [f"{name}: {note}" for note in found if f"{name}: {note}" not in notes]
+        columns.append(_column(path, plan, report, name))
+    return _written(compare_columns(columns, notes), folder)
+
+
+def column_names(paths: Sequence[Path]) -> list[str]:
+    """Return the names of the folders, or their paths if two have the same name."""
+    names = [path.resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path).strip("/").replace("/", "_") for path in paths]
+
+
+def _known_report(run: Path, plan: Plan, first: Plan) -> Report | None:
+    """Return the report of a run if it is of the held-out rows of the first run; else None."""
+    if not (run / REPORT).is_file() or plan.corpus_sha256 != first.corpus_sha256:
+        return None
+    try:
+        report = read_report(run)
+    except UserError:
+        return None
+    return report if report.data == "the held-out rows of the run" and report.subject.kind == "run" else None
+
+
+def _validated(run: Path, first: Path, out: Path, progress: ProgressListener) -> tuple[Report, list[str]]:
+    """Validate a run on the rows of the first run, if both use the same tokens; else on its own."""
+    from tunewell.evaluation.rows import shared_rows
+    from tunewell.evaluation.session import ValidateOptions
+    from tunewell.runs.resolve import resolve_model
+    from tunewell.workflows.validate import validate
+
+    corpus, notes = (None, []) if run == first else shared_rows(resolve_model(first), resolve_model(run))
+    return validate(run, options=ValidateOptions(corpus=corpus, out=out), progress=progress).report, notes
+
+
+def _column(run: Path, plan: Plan, report: Report, name: str) -> Column:
+    summary, outcome = summarise(run), read_object(run / OUTCOME) or {}
+    measured: dict[str, Any] = outcome.get("measured") or {}
+    peak = measured.get("peak_bytes")
+    resources = {
+        "tokens per second": summary.tokens_per_second,
+        "seconds": training_seconds(run),
+        "peak memory, MiB": peak / 2**20 if isinstance(peak, int) else None,
+        "steps": summary.steps,
+    }
+    line = line_of_run(run, name)
+    return column_of(report, name, settings={**plan.config, "model": plan.model}, line=line, resources=resources)

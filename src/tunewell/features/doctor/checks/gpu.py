@@ -1,0 +1,301 @@
+"""Checks of the GPU: driver, nvidia-smi, torch's wheel against driver and GPU generation, bf16, bitsandbytes."""
+
+import re
+from collections.abc import Iterator
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from tunewell.core.units import size_bytes
+from tunewell.features.doctor.facts import Environment
+from tunewell.features.doctor.findings import Finding, pip_install
+from tunewell.features.doctor.shield import TorchWheel, read_shield
+from tunewell.machine.nvidia_smi import Gpu
+
+_AMPERE = (8, 0)
+_FULL_SHARE = 0.2
+"""A GPU with less of its memory free is reported: other programs use it."""
+_INDEX = "https://download.pytorch.org/whl/"
+
+
+def driver(facts: Environment) -> Iterator[Finding]:
+    """Find a GPU that nvidia-smi does not report, and an nvidia-smi that hangs, fails or prints something else."""
+    machine = facts.machine
+    num_known = machine.num_pci_gpus or (1 if machine.kernel_driver else 0)
+    message = machine.smi_message
+    if machine.smi == "missing" and machine.num_pci_gpus and not machine.kernel_driver:
+        yield Finding(
+            "gpu-no-driver",
+            "broken",
+            "this machine has an NVIDIA GPU, but no driver",
+            "neither nvidia-smi nor the kernel module is there; torch can use only the CPU",
+            "install the NVIDIA driver; in a container, start it with `--gpus all`",
+        )
+    elif machine.smi == "hangs":
+        yield Finding(
+            "nvidia-smi-hangs",
+            "broken",
+            f"nvidia-smi hangs: {message}",
+            "the driver or a GPU is blocked; a training process would hang in the same way",
+            "restart the machine; `sudo dmesg | grep -i xid` shows the driver's errors",
+        )
+    elif machine.smi == "fails" and "version mismatch" in message.lower():
+        yield Finding(
+            "gpu-driver-mismatch",
+            "broken",
+            "the NVIDIA driver was updated, but the old kernel module is still loaded",
+            f"no program can use the GPU: {message}",
+            "restart the machine",
+        )
+    elif machine.smi in ("fails", "unreadable") and (num_known or machine.smi == "fails"):
+        yield Finding(
+            "nvidia-smi-fails",
+            "broken" if num_known else "warning",
+            f"nvidia-smi does not list the GPUs: {message}",
+            "torch will probably not find a GPU either"
+            if num_known
+            else "the tool is installed, but no driver answers",
+            "reinstall the NVIDIA driver; in a container, start it with `--gpus all`",
+        )
+    elif machine.smi == "unreadable":
+        yield Finding(
+            "nvidia-smi-unreadable",
+            "warning",
+            f"nvidia-smi printed no table: `{message}`",
+            "the GPUs of this machine are not known, so they were not checked",
+            "run `nvidia-smi` by hand; another program of this name may be on the PATH",
+        )
+
+
+def torch_build(facts: Environment) -> Iterator[Finding]:
+    """Find a torch without CUDA beside a GPU, and a wheel that the driver or the GPU does not support."""
+    torch, gpus = facts.torch, facts.machine.gpus
+    if torch is None or torch.hip or facts.machine.variables.get("CUDA_VISIBLE_DEVICES") == "-1":
+        return
+    found = gpus[0].driver if gpus else facts.machine.kernel_driver
+    if torch.cuda is None:
+        if gpus or found:
+            # The fast part knows the driver only, not the GPU.
+            yield _cpu_build(facts, gpus[0] if gpus else Gpu("NVIDIA GPU", found or "", 0, 0, None))
+        return
+    if found is None:
+        return
+    release = next((entry for entry in read_shield().cuda if entry.major == int(torch.cuda.split(".")[0])), None)
+    if release is not None and _major(found) < release.driver:
+        yield _old_driver(facts, found, release.driver, release.evidence)
+        return
+    for gpu in gpus:
+        if gpu.capability is not None and not _has_kernels(facts, gpu.capability):
+            yield _other_generation(facts, gpu)
+            return
+
+
+def _cpu_build(facts: Environment, gpu: Gpu) -> Finding:
+    assert facts.torch is not None
+    command, text = _cuda_wheel(facts, _major(gpu.driver), gpu.capability)
+    return Finding(
+        "torch-cpu-build",
+        "broken",
+        f"torch {facts.torch.version} has no CUDA, but this machine has a {gpu.name}",
+        "training would run on the CPU, tens of times slower",
+        text,
+        command,
+        frozenset({"torch"}),
+        [f"{gpu.name}, driver {gpu.driver}", "unslothai/unsloth#2024"],
+    )
+
+
+def _old_driver(facts: Environment, found: str, needed: int, evidence: str) -> Finding:
+    assert facts.torch is not None
+    capability = facts.machine.gpus[0].capability if facts.machine.gpus else None
+    command, text = _cuda_wheel(facts, _major(found), capability)
+    return Finding(
+        "driver-too-old",
+        "broken",
+        f"the NVIDIA driver {found} is too old for torch {facts.torch.version}, built for CUDA {facts.torch.cuda}",
+        f"CUDA {facts.torch.cuda} needs driver {needed} or later; torch reports no GPU",
+        f"update the driver to {needed} or later; or {text}",
+        command,
+        frozenset({"torch"}),
+        [evidence],
+    )
+
+
+def _other_generation(facts: Environment, gpu: Gpu) -> Finding:
+    assert facts.torch is not None and gpu.capability is not None
+    command, text = _cuda_wheel(facts, _major(gpu.driver), gpu.capability)
+    return Finding(
+        "gpu-generation",
+        "broken",
+        f"torch {facts.torch.version} (CUDA {facts.torch.cuda}) has no kernels for {gpu.name}, "
+        f"compute capability {_dotted(gpu.capability)}",
+        "the first operation fails: no kernel image is available for execution on the device",
+        text,
+        command,
+        frozenset({"torch"}),
+        ["pytorch/pytorch#150733", "pytorch/pytorch#172352"],
+    )
+
+
+def _has_kernels(facts: Environment, capability: tuple[int, int]) -> bool:
+    """Return whether this torch has kernels for a GPU. Its own list is used if it could be imported."""
+    trial = facts.trial("torch")
+    arches = trial.facts.get("arches") if trial is not None else None
+    if arches:
+        return _runs_on(arches, capability)
+    wheel = next((wheel for wheel in read_shield().wheels if _is_wheel(wheel, facts)), None)
+    return wheel is None or _tuple(wheel.oldest) <= capability <= _tuple(wheel.newest)
+
+
+def _runs_on(arches: list[str], capability: tuple[int, int]) -> bool:
+    """Return whether a kernel runs: compiled for this generation and at most this revision, or as PTX for any later."""
+    for arch in arches:
+        kind, _, digits = arch.partition("_")
+        number = re.match(r"\d+", digits)
+        if number is None:
+            continue
+        own = (int(number[0][:-1]), int(number[0][-1]))
+        if (kind == "compute" and own <= capability) or (own[0] == capability[0] and own[1] <= capability[1]):
+            return True
+    return False
+
+
+def _is_wheel(wheel: TorchWheel, facts: Environment) -> bool:
+    assert facts.torch is not None and facts.torch.cuda is not None
+    try:
+        is_cuda = Version(facts.torch.cuda) in SpecifierSet(wheel.cuda)
+        return is_cuda and _public(facts.torch.version) in SpecifierSet(wheel.torch)
+    except InvalidVersion:
+        return False
+
+
+def _cuda_wheel(facts: Environment, driver: int, capability: tuple[int, int] | None) -> tuple[list[str], str]:
+    """Return the command that installs a torch wheel for this driver and GPU, and the same in words."""
+    shield = read_shield()
+    for wheel in shield.wheels:
+        # The table begins with the newest wheels.
+        cuda = Version(re.sub(r"[^\d.].*$", "", wheel.cuda.lstrip("=<>~")))
+        oldest_driver = next((entry.driver for entry in shield.cuda if entry.major == cuda.major), 0)
+        suits = capability is None or _tuple(wheel.oldest) <= capability <= _tuple(wheel.newest)
+        if driver >= oldest_driver and suits:
+            same = facts.torch is not None and _public(facts.torch.version) in SpecifierSet(wheel.torch)
+            wanted = f"torch=={_public(facts.torch.version)}" if same and facts.torch else f"torch{wheel.torch}"
+            command = pip_install(facts.python, "--force-reinstall", wanted, "--index-url", _INDEX + wheel.index)
+            return [command], f"install torch for CUDA {cuda}"
+    return [], "update the driver; no torch wheel supports this one"
+
+
+def emulated_bf16(facts: Environment) -> Iterator[Finding]:
+    """Find a GPU that emulates bf16, although torch calls it supported."""
+    old = [gpu for gpu in facts.machine.gpus if gpu.capability is not None and gpu.capability < _AMPERE]
+    if old:
+        is_set = facts.precision == "bf16"
+        yield Finding(
+            "bf16-emulated",
+            "warning" if is_set else "note",
+            f"{old[0].name} has no bf16 units and emulates bf16",
+            "torch.cuda.is_bf16_supported() is true all the same; bf16 came with the Ampere generation",
+            "set `train.precision: fp16` or `auto`",
+            evidence=["gensyn-ai/rl-swarm#285"],
+        )
+
+
+def busy_gpu(facts: Environment) -> Iterator[Finding]:
+    """Find GPUs whose memory other programs hold."""
+    for index, gpu in enumerate(facts.machine.gpus):
+        if gpu.memory_bytes and gpu.free_bytes < _FULL_SHARE * gpu.memory_bytes:
+            yield Finding(
+                "gpu-busy",
+                "warning",
+                f"GPU {index} ({gpu.name}) is full: {size_bytes(gpu.free_bytes)} of "
+                f"{size_bytes(gpu.memory_bytes)} are free",
+                "other programs hold its memory; training would run out of memory",
+                "end them: `nvidia-smi` lists their process ids; or choose another GPU with `device: cuda:1`",
+            )
+
+
+def bitsandbytes_binary(facts: Environment) -> Iterator[Finding]:
+    """Find a bitsandbytes without a native library for torch's CUDA."""
+    torch, binaries = facts.torch, facts.bitsandbytes
+    if torch is None or torch.cuda is None or binaries is None:
+        return
+    wanted = torch.cuda.replace(".", "")
+    version = facts.versions.get("bitsandbytes", "")
+    override = facts.machine.variables.get("BNB_CUDA_VERSION")
+    if override and f"cuda{override}" not in binaries:
+        yield Finding(
+            "bitsandbytes-override",
+            "broken",
+            f"BNB_CUDA_VERSION={override} selects a library that bitsandbytes {version} does not have",
+            "loading in 4 or 8 bits fails: CUDA binary not found",
+            "remove the variable",
+            ["unset BNB_CUDA_VERSION"],
+            frozenset({"bitsandbytes"}),
+            ["bitsandbytes-foundation/bitsandbytes#1559"],
+        )
+    elif not override and not any(name.startswith(f"cuda{wanted[:-1]}") for name in binaries):
+        # Since 0.50, a library for another minor version of the same CUDA is loaded (its `cextension.py`).
+        has = ", ".join(name.removeprefix("cuda") for name in binaries if name.startswith("cuda")) or "none"
+        yield Finding(
+            "bitsandbytes-binary",
+            "broken",
+            f"bitsandbytes {version} has no library for CUDA {torch.cuda} (it has: {has})",
+            "loading in 4 or 8 bits fails: CUDA binary not found",
+            "install a newer bitsandbytes",
+            [pip_install(facts.python, "--upgrade", "bitsandbytes")],
+            frozenset({"bitsandbytes"}),
+            ["bitsandbytes-foundation/bitsandbytes#386", "bitsandbytes-foundation/bitsandbytes#1559"],
+        )
+
+
+def torch_sees_gpu(facts: Environment) -> Iterator[Finding]:
+    """Find a CUDA torch that reports no GPU, although nvidia-smi lists one."""
+    trial, torch, gpus = facts.trial("torch"), facts.torch, facts.machine.gpus
+    hidden = facts.machine.variables.get("CUDA_VISIBLE_DEVICES")
+    if (
+        trial is None
+        or torch is None
+        or torch.cuda is None
+        or not gpus
+        or trial.facts.get("cuda_available") is not False
+    ):
+        return
+    if hidden is not None:
+        yield Finding(
+            "gpu-not-visible",
+            "warning",
+            f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU from torch",
+            "training would run on the CPU",
+            "remove the variable",
+            ["unset CUDA_VISIBLE_DEVICES"],
+        )
+    else:
+        yield Finding(
+            "gpu-not-found",
+            "broken",
+            f"torch {torch.version} finds no GPU, but nvidia-smi lists {gpus[0].name}",
+            "CUDA cannot be initialised in this process",
+            "run `python -c 'import torch; torch.zeros(1).cuda()'` for the reason; in a container, check `--gpus all`",
+        )
+
+
+def _public(version: str) -> str:
+    """Return a version without a local part like +cpu; `0` if it is not a version."""
+    try:
+        return Version(version).public
+    except InvalidVersion:
+        return "0"
+
+
+def _major(version: str) -> int:
+    found = re.match(r"\d+", version)
+    return int(found[0]) if found else 0
+
+
+def _tuple(dotted: str) -> tuple[int, int]:
+    major, _, minor = dotted.partition(".")
+    return int(major), int(minor or 0)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

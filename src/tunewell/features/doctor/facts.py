@@ -1,0 +1,184 @@
+"""All facts about an environment, as the checks read them. Tests replay recorded ones."""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tunewell.core.errors import UserError
+from tunewell.machine.nvidia_smi import Gpu, SmiState
+
+_COLLECTOR_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package, or what is left of one."""
+
+    name: str
+    version: str
+    folder: str
+    """Its metadata folder."""
+    problem: str | None = None
+    """Why the metadata cannot be used; None if it can."""
+    requires: Sequence[str] = ()
+    requires_python: str | None = None
+    files: int = 0
+    """Number of code files in `RECORD`."""
+    missing: Sequence[str] = ()
+    """Code files of `RECORD` that do not exist."""
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter."""
+
+    version: str
+    executable: str
+    bits: int = 64
+    is_venv: bool = True
+    has_pip: bool = True
+    markers: Mapping[str, str] = field(default_factory=dict[str, str])
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """How torch was built, read from its files."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+
+
+@dataclass(frozen=True)
+class ImportTrial:
+    """The result of importing one package in a child process."""
+
+    name: str
+    error: str | None = None
+    culprit: str | None = None
+    """The package in which the import failed."""
+    seconds: float | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A file system that a run writes to."""
+
+    purpose: str
+    path: str
+    free_bytes: int
+    is_writable: bool = True
+    free_inodes: int | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware and the system."""
+
+    smi: SmiState = "not asked"
+    smi_message: str = ""
+    gpus: Sequence[Gpu] = ()
+    kernel_driver: str | None = None
+    """Version of the loaded NVIDIA kernel module."""
+    num_pci_gpus: int = 0
+    """NVIDIA GPUs on the PCI bus, whether a driver is installed or not."""
+    is_wsl: bool = False
+    memory_bytes: int | None = None
+    free_memory_bytes: int | None = None
+    shared_memory_bytes: int | None = None
+    disks: Sequence[Disk] = ()
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A model on this machine, and what is wrong with its files."""
+
+    name: str
+    path: str | None
+    """None if it is not on this machine."""
+    is_configured: bool
+    """Whether the config or `--model` names it."""
+    origin: Literal["folder", "file", "hub", "other"] = "other"
+    damage: Sequence[tuple[str, str]] = ()
+    """File and problem: `model.safetensors`, `is a Git LFS pointer`."""
+    num_parameters: int | None = None
+    """Elements of its weight files; None if they are not on this machine."""
+    model_type: str | None = None
+    """`model_type` in its `config.json`."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Everything that the checks read. `imports` is None in the fast part, which imports nothing."""
+
+    python: Python
+    packages: Sequence[Package] = ()
+    leftovers: Sequence[str] = ()
+    without_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Packages of the stack whose files are there, but no metadata -> their version, or an empty text."""
+    shadowed: Sequence[str] = ()
+    torch: TorchBuild | None = None
+    bitsandbytes: Sequence[str] | None = None
+    machine: Machine = Machine()
+    models: Sequence[ModelState] = ()
+    imports: Sequence[ImportTrial] | None = None
+    held_by_kernel: Sequence[tuple[str, str, str]] = ()
+    """Packages that a notebook kernel holds in another version: name, held version, installed version."""
+    precision: str = "auto"
+    """`train.precision` of the config."""
+    bytes_per_parameter: float = 4.0
+    """Bytes of a frozen weight in the run: 4 in fp32, 2 in bf16, 0.5 in NF4."""
+    hub_problem: str | None = None
+    """Why the hub cannot be reached; None if it can, or was not asked."""
+    is_training: bool = False
+    """Whether `train` asks: it cannot start without torch and transformers."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of the usable packages. The first folder of `sys.path` wins, as in an import."""
+        found: dict[str, str] = {}
+        for package in self.packages:
+            if package.problem is None:
+                found.setdefault(package.name, package.version)
+        return found
+
+    def trial(self, name: str) -> ImportTrial | None:
+        """Return the import of a package, or None if it was not tried."""
+        return next((trial for trial in self.imports or () if trial.name == name), None)
+
+
+def read_packages(python: str | None, *, is_fast: bool = False) -> Environment:
+    """Return the packages of this interpreter, or of another one by its path."""
+    if python is None:
+        from tunewell.features.doctor.packages import collect_packages
+
+        return as_environment(collect_packages(is_fast=is_fast))
+    script = Path(__file__).with_name("packages.py")
+    try:
+        done = subprocess.run([python, str(script)], capture_output=True, text=True, timeout=_COLLECTOR_SECONDS)
+        return as_environment(json.loads(done.stdout))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise UserError(
+            f"`{python}` is not a Python interpreter that runs: {type(error).__name__}",
+            fix="give the path of an interpreter, e.g. `--python ~/venv/bin/python`",
+        ) from None
+
+
+def as_environment(found: Mapping[str, Any]) -> Environment:
+    """Convert the facts of `packages.py`."""
+    torch = found["torch"]
+    return Environment(
+        python=Python(**found["python"]),
+        packages=[Package(**package) for package in found["packages"]],
+        leftovers=found["leftovers"],
+        without_metadata=found["without_metadata"],
+        shadowed=found["shadowed"],
+        torch=TorchBuild(torch["__version__"] or "unknown", torch["cuda"], torch["hip"]) if torch else None,
+        bitsandbytes=found["bitsandbytes"],
+    )

@@ -1,0 +1,118 @@
+"""Try imports in a child process with a time limit, because a broken package may raise, crash or hang."""
+
+import json
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tunewell.features.doctor.facts import ImportTrial
+
+TRIALS: Mapping[str, str] = {
+    "pydantic": "import pydantic",
+    "pyyaml": "import yaml",
+    "orjson": "import orjson",
+    "numpy": "import numpy",
+    "pyarrow": "import pyarrow",
+    "pandas": "import pandas",
+    "tokenizers": "import tokenizers",
+    "safetensors": "import safetensors",
+    "torch": "import torch; torch.ones(2, 2) @ torch.ones(2, 2)",
+    "torchvision": "import torchvision",
+    "datasets": "import datasets",
+    "accelerate": "import accelerate",
+    # `import transformers` is lazy: only a class of a model imports torch, torchvision and the hub.
+    "transformers": "from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments",
+    "bitsandbytes": "import bitsandbytes",
+    "peft": "import peft",
+    "trl": "from trl import SFTTrainer",
+}
+"""The statement that proves each package, requirements first. unsloth is not tried: it changes other packages."""
+
+TIME_LIMIT = 60.0
+"""Seconds for one import. torch takes 2 to 10 s; on a network drive up to a minute."""
+_NUMPY_1 = "compiled using NumPy 1.x"
+_SCRIPT = Path(__file__).with_name("import_trial.py")
+
+
+def try_imports(
+    python: str, installed: Sequence[str], *, progress: Callable[[str], None], time_limit: float = TIME_LIMIT
+) -> list[ImportTrial]:
+    """Import every installed package of `TRIALS`, in children of the interpreter `python`."""
+    left = [name for name in TRIALS if name in installed]
+    done: list[ImportTrial] = []
+    while left:
+        found = _run_child(python, left, progress=progress, time_limit=time_limit)
+        if not found:
+            break  # the interpreter itself does not start
+        done += found
+        left = left[len(found) :]
+    return done
+
+
+def _run_child(
+    python: str, names: Sequence[str], *, progress: Callable[[str], None], time_limit: float
+) -> list[ImportTrial]:
+    """Return the results up to the first import that fails, crashes or hangs."""
+    trials = [f"{name}={TRIALS[name]}" for name in names]
+    child = subprocess.Popen(
+        [python, "-W", "default", str(_SCRIPT), *trials],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )
+    assert child.stdout is not None
+    # A thread, because Windows cannot wait for a pipe with a time limit.
+    lines: queue.Queue[bytes | None] = queue.Queue()
+    threading.Thread(target=_read, args=[child.stdout, lines], daemon=True).start()
+    done: list[ImportTrial] = []
+    current, is_hanging = None, False
+    try:
+        while (line := lines.get(timeout=time_limit)) is not None:
+            report = json.loads(line)
+            if "begin" in report:
+                current = report["begin"]
+                progress(f"importing {current}")
+            else:
+                done.append(_trial(report))
+                current = None
+    except queue.Empty:
+        is_hanging = True
+    finally:
+        child.kill()
+        code = child.wait()
+    if current is not None:
+        reason = f"no answer within {time_limit:g} s" if is_hanging else _crash(code)
+        done.append(ImportTrial(current, error=reason, culprit=current))
+    return done
+
+
+def _read(stream: IO[bytes], lines: "queue.Queue[bytes | None]") -> None:
+    """Pass on every line, then None."""
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def _trial(report: dict[str, Any]) -> ImportTrial:
+    error = report["error"]
+    # torch prints NumPy's complaint and goes on without NumPy, so the import seems to succeed.
+    if _NUMPY_1 in report["printed"] and (error is None or "numpy" in error.lower()):
+        error = "ImportError: a module that was compiled using NumPy 1.x cannot be run in NumPy 2"
+    return ImportTrial(
+        name=report["name"],
+        error=error,
+        culprit=report.get("culprit") or (report["name"] if error else None),
+        seconds=report.get("seconds"),
+        facts=report.get("facts") or {},
+    )
+
+
+def _crash(code: int) -> str:
+    signals = {-4: "SIGILL, an instruction that this CPU does not have", -11: "SIGSEGV", -6: "SIGABRT", -9: "killed"}
+    return f"the interpreter crashed: {signals.get(code, f'exit code {code}')}"

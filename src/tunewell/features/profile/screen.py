@@ -1,0 +1,145 @@
+"""The screen of `tunewell profile`: the verdict, the parts of a step, speed, ceilings, and what was tried."""
+
+from typing import TYPE_CHECKING, Any
+
+from tunewell.cli.render import folded_table, hanging, one_line, table
+from tunewell.cli.screens.numbers import format_speed
+from tunewell.core.units import count, percent
+from tunewell.features.profile.bottlenecks import Bottleneck, ProfileResult, covered_share, machine_share, time_by_part
+from tunewell.features.profile.padding import padding_verdict
+
+if TYPE_CHECKING:
+    from tunewell.features.profile.records import Padding, Profile
+
+_LABELS = {
+    "matmul": "matrix products",
+    "head": "head and loss",
+    "data": "reading documents",
+    "host": "Python, between operations",
+    "idle": "GPU idle, waiting for the host",
+    "wait": "waiting for the GPU",
+    "log": "logging and health checks",
+    "evaluation": "evaluations",
+    "checkpoint": "checkpoints",
+    "compute": "forward and backward",
+    "launch": "launching kernels",
+    "reduce": "all-reduce",
+    "copy": "copies",
+    "other": "other",
+}
+
+
+def profile_screen(result: ProfileResult) -> str:
+    """Return the screen of a profile."""
+    profile = result.profile
+    lines = [hanging("", result.sentence), ""]
+    lines += [_parts_table(profile), "", folded_table(_rows(profile))]
+    others = result.bottlenecks[1:]
+    lines += [hanging("also: ", bottleneck.sentence) for bottleneck in others]
+    lines += [hanging("note: ", one_line(note)) for note in profile.notes]
+    if result.applied is not None:
+        lines += ["", *_applied(result, result.bottlenecks[0], result.applied)]
+    elif result.bottlenecks and profile.source == "steps":
+        lines.append(hanging("next: ", "add `--apply` to try it; then change the line in `tunewell.yaml`"))
+    elif profile.source == "run":
+        lines.append(hanging("next: ", "add `--steps 20` to measure steps and try threads and micro-batches"))
+    return "\n".join(lines)
+
+
+def _parts_table(profile: "Profile") -> str:
+    parts = sorted(time_by_part(profile).items(), key=lambda part: (part[0] == "other", -part[1]))
+    total = profile.total_seconds
+    rows = [
+        [_LABELS.get(name, name), _milliseconds(seconds), percent(seconds / total)]
+        for name, seconds in parts
+        if seconds >= 0.0005 * total
+    ]
+    return table([["", "ms/step", "share"], *rows, ["a step", _milliseconds(total), ""]], right=(1, 2))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:,.{2 if seconds < 0.1 else 0}f}"
+
+
+def _rows(profile: "Profile") -> list[list[str]]:
+    speed = profile.tokens / profile.total_seconds
+    where = f"{profile.device}, {profile.precision}" + (
+        "" if profile.is_gpu else f", {count(profile.threads, 'thread')}"
+    )
+    rows = [
+        ["measured", f"{count(profile.num_measured, 'step')} of {count(profile.num_steps)} on {where}"],
+        ["speed", f"{format_speed(speed)}; {count(round(profile.tokens))} tokens per step"],
+    ]
+    if profile.computed_tokens:
+        rows.append(["padding", _padding(profile.tokens, profile.computed_tokens)])
+    if (share := machine_share(profile)) is not None and profile.ceilings is not None and profile.useful_flop:
+        rate, most = profile.useful_flop / profile.total_seconds, profile.ceilings.matmul_flops
+        rows.append(["matrix rate", f"{_flops(rate)} of {_flops(most)} measured here: {percent(share, 0)}"])
+    kernels = profile.kernels
+    update = kernels.seconds.get("optimizer") if profile.is_gpu and kernels else profile.phases.get("optimizer")
+    if update and profile.optimizer_bytes and profile.ceilings is not None:
+        rate, most = profile.optimizer_bytes / update, profile.ceilings.bytes_per_second
+        of = f"{rate / 1e9:,.3g} of {most / 1e9:,.3g} GB/s measured here"
+        rows.append(["optimizer", f"{of}: {percent(rate / most, 0)}"])
+    if kernels is not None and profile.is_gpu:
+        busy = percent(kernels.busy_seconds / profile.seconds, 0)
+        rows.append(["GPU", f"busy {busy} of a step; the host waits for it {kernels.num_syncs:.1f} times"])
+    if (covered := covered_share(profile)) is not None:
+        rows.append(["accounted", f"{percent(covered)} of the time is in a named part"])
+    return rows
+
+
+def _padding(tokens: float, computed: float) -> str:
+    if computed < tokens:
+        return f"none; a prefix that documents share is computed once, which saves {percent(1 - computed / tokens, 0)}"
+    return f"{percent(1 - tokens / computed)} of the computed tokens" if computed > tokens else "none"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
+
+
+def _applied(result: ProfileResult, best: Bottleneck, applied: "Profile") -> list[str]:
+    gain = result.measured_gain or 0.0
+    rows = [
+        ["", "ms/step", "times as fast"],
+        ["now", _milliseconds(best.before_seconds), ""],
+        ["predicted", _milliseconds(best.after_seconds), f"{best.gain:.2f}"],
+        ["measured", _milliseconds(applied.total_seconds), f"{gain:.2f}"],
+    ]
+    return [f"tried `{best.key}: {best.value}`", "", table(rows, right=(1, 2))]
+
+
+def padding_screen(padding: "Padding", rows: str) -> str:
+    """Return the screen of `--padded-to`."""
+    ways = [
+        (f"padded to {count(padding.padded_to)}", padding.padded_tokens),
+        (f"to the longest of {padding.batch_rows}", padding.longest_in_batch_tokens),
+        ("packed", padding.tokens),
+    ]
+    cells = [[name, count(tokens), f"{tokens / padding.tokens:.1f}"] for name, tokens in ways]
+    lengths = (
+        f"{padding.mean:.1f} tokens on average, median {padding.median:g}, 95% up to {padding.percentile_95:g}, "
+        f"longest {count(padding.longest)}"
+    )
+    lines = [hanging("", padding_verdict(padding, rows)), ""]
+    lines.append(table([["", "tokens", "times the work"], *cells], right=(1, 2)))
+    lines += ["", folded_table([["rows", count(padding.rows)], ["lengths", lengths]])]
+    if padding.truncated_rows:
+        lines.append(hanging("note: ", f"{count(padding.truncated_rows, 'row')} are longer and lose their end"))
+    if padding.measured_ratio is None:
+        lines.append(hanging("next: ", "add `--apply` to measure both ways on this machine"))
+        return "\n".join(lines)
+    both = [
+        ["", "ms per row"],
+        ["padded", _milliseconds(padding.padded_seconds or 0.0)],
+        ["packed", _milliseconds(padding.packed_seconds or 0.0)],
+    ]
+    ratio = f"{padding.measured_ratio:.1f} times as long; {padding.predicted_ratio or 0.0:.1f} times were predicted"
+    return "\n".join([*lines, "", table(both, right=(1,)), hanging("", f"Padded rows took {ratio} from their FLOP.")])
+
+
+def padding_json(padding: "Padding", rows: str) -> dict[str, Any]:
+    """Return the object that `--padded-to --json` prints."""
+    computed = {"share": padding.share, "work": padding.work, "measured_ratio": padding.measured_ratio}
+    return {"verdict": padding_verdict(padding, rows), **padding.model_dump(mode="json"), **computed}

@@ -1,0 +1,54 @@
+"""`tunewell ask`: answer a question from an index."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tunewell.cli.options import AsJson, Device
+from tunewell.cli.render import AsIs, emit, json_text
+from tunewell.cli.screens.chat import escape_controls, loading, sources_text
+
+
+def command(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question.")],
+    index: Annotated[str, typer.Option("--index", metavar="INDEX", help="Index made by `tunewell index`.")] = "index",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A run, an adapter, a model folder, a `.gguf` file, a hub id or `URL#MODEL`. "
+            "Default: this folder's run.",
+        ),
+    ] = None,
+    passages: Annotated[
+        int | None,
+        typer.Option(min=1, max=50, metavar="N", help="Number of passages to read. Default: set by the index."),
+    ] = None,
+    length: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of the answer.")] = 256,
+    show: Annotated[bool, typer.Option("--show", help="Also print the exact message that the model gets.")] = False,
+    device: Device = "auto",
+    json: AsJson = False,
+) -> None:
+    """Answer a question from your documents, with the sources."""
+    with loading("opening the index and the model"):
+        from tunewell.features.retrieval.ask_workflow import open_retrieval_chat
+        from tunewell.inference.chat import ChatOptions
+
+        retrieval = open_retrieval_chat(index, model, ChatOptions(length=length), device=device, num_passages=passages)
+    parts = retrieval.ask(question)
+    if json:
+        for _ in parts:
+            pass
+        payload = retrieval.answer.as_json() | ({"prompt": retrieval.answer.prompt} if show else {})
+        emit(json_text(payload, has_answer=True))
+        return
+    for part in parts:
+        sys.stdout.write(escape_controls(part))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    emit(AsIs(sources_text(retrieval.answer)))
+    if show and not retrieval.answer.prompt:
+        emit("\nThe model was not asked.")
+    elif show:
+        emit(AsIs("\nThe model got this message:\n\n" + escape_controls(retrieval.answer.prompt)))

@@ -1,0 +1,31 @@
+"""`tunewell ask`: answer questions from an index with a model."""
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import is_url
+from tunewell.features.retrieval.answer import RetrievalChat
+from tunewell.features.retrieval.search import open_retriever
+from tunewell.inference.chat import Chat, ChatOptions
+from tunewell.inference.chat_model import open_chat_model
+from tunewell.inference.remote import RemoteChat
+from tunewell.runs.resolve import resolve_model
+
+
+def open_reader(model: str | None, options: ChatOptions, *, device: str = "auto") -> Chat | RemoteChat:
+    """Open a run, an adapter, a model, a `.gguf` file, or a server by its address."""
+    if model is not None and is_url(model):
+        return RemoteChat(model, options)
+    chat_model = open_chat_model(resolve_model(model), device=device, backend="llama_cpp")
+    if chat_model.masker is None:
+        raise UserError(
+            f"`{chat_model.ref.name}` has no chat template, so it cannot be asked",
+            fix="use a chat model, or train this one first",
+        )
+    return Chat(chat_model, options=options)
+
+
+def open_retrieval_chat(
+    address: str, model: str | None, options: ChatOptions, *, device: str = "auto", num_passages: int | None = None
+) -> RetrievalChat:
+    """Open an index and a model."""
+    retriever = open_retriever(address)
+    return RetrievalChat(retriever, open_reader(model, options, device=device), num_passages=num_passages)

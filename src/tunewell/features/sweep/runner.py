@@ -1,0 +1,309 @@
+"""Run the trials of a sweep one after another in this process: prepare, train, halve, repeat with seeds, conclude."""
+
+import gc
+import json
+import math
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunewell.config.extensions import METHODS
+from tunewell.config.keys import parse_key, resolve_alias
+from tunewell.config.load import ConfigLike, LoadedConfig, as_sets
+from tunewell.core.errors import UserError
+from tunewell.core.files import is_disk_full
+from tunewell.core.units import count, size_bytes
+from tunewell.features.sweep.sweep import (
+    SWEEP,
+    SweepResult,
+    SweepSpec,
+    Trial,
+    TrialResult,
+    conclude,
+    halving_rungs,
+    held_out_at,
+    repetitions,
+    trial_result,
+    write_sweep,
+)
+from tunewell.machine.device import measure_threads
+from tunewell.models.shared import sharing
+from tunewell.records.plan import PLAN, Chosen, read_plan
+from tunewell.records.report import REPORT
+from tunewell.records.rundir import OUTCOME
+from tunewell.runs.config import RunOptions, load_for_run
+from tunewell.runs.curves import line_of_run, write_curves_svg
+from tunewell.runs.listing import read_object
+from tunewell.runs.result import TrainResult
+from tunewell.training.events import Listener
+
+PICTURE = "curves.svg"
+_MIN_FREE_BYTES = 64 << 20
+_DATA_KEYS = ("data", "template", "packing", "model", "tokenizer")
+
+Shown = Callable[[str], AbstractContextManager[Listener]]
+"""Shows one run: takes its title, and yields a listener."""
+
+
+@dataclass(frozen=True)
+class SweepSteps:
+    """The workflows that a sweep calls."""
+
+    require_trainable: Callable[[LoadedConfig], object]
+    prepare: Callable[[LoadedConfig, Listener], int]
+    """Prepares a corpus and returns its number of held-out documents."""
+    train: Callable[[LoadedConfig, RunOptions, Listener], TrainResult]
+    validate: Callable[[Path, Listener], object]
+
+
+class SweepRunner:
+    """One sweep in this process."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        trials: Sequence[Trial],
+        *,
+        folder: Path,
+        config: ConfigLike,
+        options: RunOptions,
+        steps: SweepSteps,
+        shown: Shown,
+    ) -> None:
+        self.spec, self.trials, self.folder, self.config = spec, list(trials), folder, config
+        self.options, self.steps, self.shown = options, steps, shown
+        self.corpora: dict[str, Path] = {}
+        """Data settings -> corpus folder, once prepared."""
+        self.failures: dict[str, Exception] = {}
+        self.notes: list[str] = []
+        self.is_interrupted = False
+
+    def run(self) -> SweepResult:
+        """Check every trial, then run them. Raise UserError before the first run, or if all runs fail."""
+        configs = [self.load(trial) for trial in self.trials]
+        for trial, loaded in zip(self.trials, configs, strict=True):
+            with _naming(trial):
+                self.steps.require_trainable(loaded)
+        is_new = not (self.folder / SWEEP).exists()
+        write_sweep(self.folder, self.spec, self.trials)
+        try:
+            self.prepare()
+        except UserError:
+            if is_new:  # the corrected command may use the folder
+                (self.folder / SWEEP).unlink()
+            raise
+        # Only a frozen base model can be shared: full fine-tuning changes its weights.
+        is_frozen = all(METHODS.entry(loaded.config.method.kind).is_adapter for loaded in configs)
+        models = {loaded.seen(loaded.config.model or "") for loaded in configs}
+        with sharing(frozenset(models if is_frozen else ())):
+            if self.spec.tries is None:
+                self.train_all(self.trials)
+            else:
+                self.halve()
+            self.repeat(configs[0].config.seed)
+        if self.failures and len(self.failures) == len(self.trials):
+            raise next(iter(self.failures.values()))
+        return self.finish()
+
+    # The config and the corpus of a trial.
+
+    def load(self, trial: Trial) -> LoadedConfig:
+        """Load the config of a trial. Another seed keeps the corpus, so that all runs have the same held-out rows."""
+        corpus = self.corpora.get(data_key(trial))
+        # Without sources, the corpus is used as it is; with another seed, `prepare` would split the rows anew.
+        keep_corpus = ["data.sources=[]"] if corpus is not None and "seed" in trial.settings else []
+        return self._load(trial, [*trial.sets(), *as_sets(corpus=corpus), *keep_corpus])
+
+    def _load(self, trial: Trial, sets: Sequence[str]) -> LoadedConfig:
+        places = as_sets(run=self.folder / trial.name)
+        data = self.spec.data or None
+        with _naming(trial):
+            return load_for_run(
+                self.config, [*self.spec.fixed, *sets, *places], is_resuming=False, model=self.spec.model, data=data
+            )
+
+    def prepare(self) -> None:
+        """Prepare a corpus for each distinct data setting. Raise UserError if one has no held-out rows."""
+        groups: dict[str, Trial] = {}
+        for trial in self.trials:
+            groups.setdefault(data_key(trial), trial)
+        if len(groups) > 1:
+            self.notes.append(f"{count(len(groups))} corpora: losses on different held-out rows compare only roughly")
+        for number, (key, trial) in enumerate(groups.items(), start=1):
+            sets = [f"{name}={value}" for name, value in trial.settings.items() if name != "seed"]
+            if len(groups) > 1:
+                sets += as_sets(corpus=self.folder / "corpora" / f"{number:02d}")
+            loaded = self._load(trial, sets)
+            with _naming(trial), self.shown("preparing the rows") as listener:
+                num_held_out = self.steps.prepare(loaded, listener)
+            if not num_held_out:
+                raise UserError("there are no held-out rows to compare the runs on", fix="set `data.held_out: 0.1`")
+            self.corpora[key] = loaded.path(loaded.config.corpus)
+
+    # Train.
+
+    def train_all(self, trials: Sequence[Trial], share: float = 1.0) -> None:
+        """Train some trials up to a share of their steps, or to the end."""
+        for number, trial in enumerate(trials, start=1):
+            if self.is_interrupted:
+                return
+            part = "" if share == 1 else f", to {share:.3g} of its steps"
+            self.train(trial, title=f"run {number} of {len(trials)}{part}: {', '.join(trial.sets())}", share=share)
+
+    def train(self, trial: Trial, *, title: str, share: float) -> None:
+        """Train or resume one trial. An error is recorded; the next trial may succeed."""
+        run = self.folder / trial.name
+        if self._is_done(run, share):
+            return
+        if shutil.disk_usage(self.folder).free < _MIN_FREE_BYTES:
+            free = size_bytes(shutil.disk_usage(self.folder).free)
+            raise UserError(f"not enough disk space for the next run: {free} are free", fix=self._resume_fix)
+        options = replace(
+            self.options,
+            is_resuming=(run / PLAN).is_file(),
+            pause_share=None if share == 1 else share,
+            measure_threads=self._measure_threads,
+            is_alone=False,
+        )
+        self.failures.pop(trial.name, None)
+        try:
+            with self.shown(title) as listener:
+                if _status(run) == "finished":  # it was killed before its verdict
+                    self.steps.validate(run, listener)
+                else:
+                    result = self.steps.train(self.load(trial), options, listener)
+                    self.is_interrupted = result.signal is not None
+        except Exception as error:
+            if isinstance(error, OSError) and is_disk_full(error):
+                raise UserError("the disk is full", where=str(run), fix=self._resume_fix) from error
+            self.failures[trial.name] = error
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()  # the next run has its own peak
+
+    def _is_done(self, run: Path, share: float) -> bool:
+        status = _status(run)
+        if status == "finished":
+            wants_verdict = share == 1 and _wants_verdict(run)
+            return not wants_verdict or (run / REPORT).is_file()
+        if status in ("stopped", "failed") and "was not saved" not in _reason(run):
+            return True
+        return share < 1 and self._loss_at(run, share) is not None
+
+    @cached_property
+    def _threads(self) -> list[Chosen[int]]:
+        return []
+
+    def _measure_threads(self, shapes: Sequence[Any]) -> Chosen[int]:
+        """Measure the fastest number of threads once: all runs compute in the same way, and none waits again."""
+        if not self._threads:
+            self._threads.append(measure_threads(shapes))
+        return self._threads[0]
+
+    # Successive halving and repetitions.
+
+    def halve(self) -> None:
+        """Train all trials for a share of their steps, keep the better half, and so on."""
+        remaining = self.trials
+        for rung in halving_rungs(len(remaining)):
+            remaining = remaining[: rung.num_trials]
+            self.train_all(remaining, rung.share)
+            if self.is_interrupted:
+                return
+            losses = {trial.name: self._loss_at(self.folder / trial.name, rung.share) for trial in remaining}
+            known = [trial for trial in remaining if (loss := losses[trial.name]) is not None and math.isfinite(loss)]
+            remaining = sorted(known, key=lambda trial: losses[trial.name] or 0.0)
+
+    def _loss_at(self, run: Path, share: float) -> float | None:
+        if not (run / PLAN).is_file():
+            return None
+        try:
+            step = replace(self.options, pause_share=share).pause_step(read_plan(run))
+        except UserError:
+            return None
+        return None if step is None else held_out_at(run, step)
+
+    def repeat(self, seed: int) -> None:
+        """Train the two best settings with further seeds."""
+        if self.spec.seeds < 2 or self.is_interrupted:
+            return
+        more = repetitions(self.trials, self.results(), range(seed, seed + self.spec.seeds))
+        self.trials += [trial for trial in more if trial not in self.trials]
+        write_sweep(self.folder, self.spec, self.trials)
+        self.train_all(more)
+
+    # The result.
+
+    def results(self) -> list[TrialResult]:
+        """Return the result of every trial so far."""
+        failures = {name: f"{type(error).__name__}: {error}" for name, error in self.failures.items()}
+        return [trial_result(trial, self.folder / trial.name, failures.get(trial.name)) for trial in self.trials]
+
+    def finish(self) -> SweepResult:
+        """Name the best run, draw the curves, and write `sweep.json`."""
+        result = conclude(self.folder, self.spec.alternatives, self.results(), self.notes)
+        lines = [line_of_run(Path(one.run), one.name) for one in result.runs if one.steps]
+        write_curves_svg(self.folder / PICTURE, [line for line in lines if line.held_out], title="held-out loss")
+        if self.is_interrupted:
+            result = replace(result, is_interrupted=True, exit_code=130, next_command=self._resume_command)
+        elif result.best is not None:
+            best = [result.best, *(one for one in result.runs if one.is_complete and one != result.best)][:3]
+            words = ["tunewell", "compare" if len(best) > 1 else "validate", *(one.run for one in best)]
+            result = replace(result, next_command=shlex.join(words))
+        write_sweep(self.folder, self.spec, self.trials, result)
+        return result
+
+    @property
+    def _resume_command(self) -> str:
+        return f"tunewell sweep --resume --out {shlex.quote(str(self.folder))}"
+
+    @property
+    def _resume_fix(self) -> str:
+        return f"free disk space, then go on with `{self._resume_command}`"
+
+
+def data_key(trial: Trial) -> str:
+    """Return the settings of a trial that change its corpus, as text. The seed does not: its runs share a corpus."""
+
+    def changes_data(key: str) -> bool:
+        path = resolve_alias(parse_key(key))
+        return path[0] in _DATA_KEYS or path == ("method", "adapter")
+
+    return json.dumps({key: value for key, value in trial.settings.items() if changes_data(key)}, sort_keys=True)
+
+
+def _status(run: Path) -> str:
+    return str((read_object(run / OUTCOME) or {}).get("status", ""))
+
+
+def _reason(run: Path) -> str:
+    return str((read_object(run / OUTCOME) or {}).get("reason", ""))
+
+
+def _wants_verdict(run: Path) -> bool:
+    try:
+        return bool(read_plan(run).config.get("verdict", {}).get("after_training", True))
+    except UserError:
+        return False
+
+
+@contextmanager
+def _naming(trial: Trial) -> Iterator[None]:
+    """Add the settings of a trial to a UserError."""
+    try:
+        yield
+    except UserError as error:
+        others = [text for text in trial.sets() if text not in (error.where or "")]
+        if not others:
+            raise
+        with_trial = f"with {', '.join(others)}"
+        where = f"{error.where}; {with_trial}" if error.where else with_trial
+        raise UserError(error.what, where=where, fix=error.fix) from error

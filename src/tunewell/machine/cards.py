@@ -1,0 +1,102 @@
+"""GPU cards that a machine may not have: memory, bandwidth and rates, from the data file `cards.json`."""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+
+from tunewell.core.errors import UserError, did_you_mean
+from tunewell.machine.facts import DeviceFacts
+
+_AMPERE = (8, 0)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU card. Rates are dense, in FLOP/s, as its maker states them."""
+
+    name: str
+    label: str
+    memory_bytes: int
+    bytes_per_second: float
+    bf16: float | None
+    """None if the card emulates bf16, even though torch accepts it."""
+    fp16: float
+    fp32: float
+    capability: tuple[int, int]
+    source: str
+
+    def rate(self, precision: str) -> float:
+        """Return the FLOP/s of matrix products in a precision."""
+        return {"bf16": self.bf16 or self.fp32, "fp16": self.fp16}.get(precision, self.fp32)
+
+    def facts(self) -> DeviceFacts:
+        """Return the facts of an idle card."""
+        is_new = self.capability >= _AMPERE
+        size = self.memory_bytes
+        return DeviceFacts("cuda", "cuda:0", self.label, size, size, has_bf16=is_new, has_flash=is_new, is_here=False)
+
+
+@lru_cache
+def known_cards() -> dict[str, Card]:
+    """Return the cards by name."""
+    raw = json.loads(files("tunewell.machine").joinpath("cards.json").read_text(encoding="utf-8"))
+    cards = [
+        Card(
+            name=entry["name"],
+            label=f"NVIDIA {entry['label']}",
+            memory_bytes=entry["memory_mib"] << 20,
+            bytes_per_second=entry["bandwidth_gb_s"] * 1e9,
+            bf16=None if entry["bf16"] is None else entry["bf16"] * 1e12,
+            fp16=entry["fp16"] * 1e12,
+            fp32=entry["fp32"] * 1e12,
+            capability=parse_capability(entry["capability"]),
+            source=entry["source"],
+        )
+        for entry in raw["cards"]
+    ]
+    return {card.name: card for card in cards}
+
+
+def parse_capability(text: str) -> tuple[int, int]:
+    """Return the compute capability `8.6` as (8, 6)."""
+    major, _, minor = text.partition(".")
+    return int(major), int(minor or 0)
+
+
+def find_card(name: str, *, where: str = "--gpu") -> Card:
+    """Return a card by its name, like `t4` or `RTX 4090`; raise UserError with the closest names."""
+    cards, wanted = known_cards(), _plain(name)
+    if wanted in cards:
+        return cards[wanted]
+    if matched := match_card(name):
+        return matched
+    close = difflib.get_close_matches(wanted, cards, n=2, cutoff=0.5)
+    guesses = did_you_mean(close, "")
+    raise UserError(
+        f"there is no GPU card `{name}` in the list",
+        where=where,
+        fix=f"{guesses} known cards: {', '.join(cards)}".strip(),
+    )
+
+
+def match_card(label: str) -> Card | None:
+    """Return the card with a product name as torch and nvidia-smi report it: `NVIDIA A100-SXM4-80GB`."""
+    words = set(re.findall(r"[a-z]*\d+[a-z]*|ti|super|ada|pcie", label.lower()))
+    best: tuple[int, Card] | None = None
+    for card in known_cards().values():
+        own = set(re.findall(r"[a-z]*\d+[a-z]*|ti|super|ada|pcie", card.label.lower()))
+        sizes = {word for word in own if word.endswith("gb")}
+        needed = own - sizes
+        if needed <= words and not ((words - own) & {"ti", "super", "ada", "pcie"} and "pcie" not in words):
+            score = 2 * len(needed) + len(sizes & words)
+            if best is None or score > best[0]:
+                best = (score, card)
+    return best[1] if best else None
+
+
+def _plain(name: str) -> str:
+    text = re.sub(r"\b(nvidia|geforce|tesla|rtx|gb)\b", "", name.strip().lower())
+    return re.sub(r"(?<=\d)gb$", "", re.sub(r"[\s_]+", "-", text.strip()))

@@ -1,0 +1,138 @@
+"""Models on this disk: in the hub cache, Ollama's and LM Studio's folders, installed packages and the project."""
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from tunewell.core.files import parse_json, read_bytes, read_text
+from tunewell.model_files.checks import folder_damage, hub_cache, weight_problem
+from tunewell.model_files.files import WEIGHT_SUFFIXES
+from tunewell.model_files.ollama import PREFIX as OLLAMA
+from tunewell.model_files.ollama import list_ollama
+
+Where = Literal["hub cache", "Ollama", "LM Studio", "package", "this folder"]
+_POINTER = Path("~/.lmstudio-home-pointer")
+"""A file in which LM Studio writes the folder that the user has chosen."""
+_LM_STUDIO = (Path("~/.lmstudio"), Path("~/.cache/lm-studio"))
+_NOT_A_MODEL = re.compile(r"mmproj|-of-\d{5}\.gguf$|imatrix", re.IGNORECASE)
+"""The image part of a model, a part of a split file, and statistics for quantising."""
+_MAX_MODELS = 200
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this disk."""
+
+    name: str
+    """As `--model` accepts it."""
+    where: Where
+    path: Path
+    num_bytes: int
+    problem: str = ""
+    """Why it cannot be trained; empty if nothing is known against it."""
+
+
+def find_local_models(folder: Path) -> list[LocalModel]:
+    """Return the models on this disk. `folder` is the user's project, whose model folders and GGUF files count."""
+    found: dict[str, LocalModel] = {}
+    for model in (*_in_folder(folder), *_in_packages(), *_in_hub_cache(), *_in_ollama(), *_in_lm_studio()):
+        found.setdefault(model.name, model)
+    return list(found.values())[:_MAX_MODELS]
+
+
+def _in_folder(folder: Path) -> Iterator[LocalModel]:
+    for path in _sorted(folder):
+        if path.suffix == ".gguf" and path.is_file() and not _NOT_A_MODEL.search(path.name):
+            yield _file(path, path.name, "this folder")
+        elif path.is_dir() and (path / "config.json").is_file() and (model := _folder(path, path.name, "this folder")):
+            yield model
+
+
+def _in_packages() -> Iterator[LocalModel]:
+    for package in importlib.metadata.distributions():
+        record = package.read_text("RECORD") or ""
+        if ".gguf," not in record:
+            continue
+        files = [Path(str(file.locate())) for file in package.files or () if file.suffix == ".gguf"]
+        if len(files) == 1 and files[0].is_file():
+            yield _file(files[0], f"package:{package.name}", "package")
+
+
+def _in_hub_cache() -> Iterator[LocalModel]:
+    for folder in _sorted(hub_cache(), "models--*"):
+        name = folder.name.removeprefix("models--").replace("--", "/")
+        snapshots = [path for path in _sorted(folder / "snapshots") if path.is_dir()]
+        if not snapshots:
+            continue
+        newest = max(snapshots, key=lambda path: path.stat().st_mtime)
+        if model := _folder(newest, name, "hub cache"):
+            yield model
+        elif not (newest / "config.json").is_file():  # a repository of GGUF files
+            files = [path for path in _sorted(newest, "*.gguf") if not _NOT_A_MODEL.search(path.name)]
+            yield from (_file(path, str(path), "hub cache") for path in files)
+
+
+def _in_ollama() -> Iterator[LocalModel]:
+    for model in list_ollama():
+        name = OLLAMA + model.name.removesuffix(":latest")
+        problem = model.problem or (_problem(model.blob) if model.blob else "")
+        yield LocalModel(name, "Ollama", model.blob or Path(), model.num_bytes, problem)
+
+
+def _in_lm_studio() -> Iterator[LocalModel]:
+    homes = list(_LM_STUDIO)
+    pointer = _POINTER.expanduser()
+    if pointer.is_file():
+        homes.insert(0, Path(read_text(pointer, errors="replace").strip() or "~/.lmstudio"))
+    for home in homes:
+        for path in _sorted(home.expanduser() / "models", "*/*/*.gguf"):
+            if not _NOT_A_MODEL.search(path.name):
+                yield _file(path, _short(path), "LM Studio")
+
+
+def _file(path: Path, name: str, where: Where) -> LocalModel:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return LocalModel(name, where, path, 0, "is a link to a file that does not exist")
+    return LocalModel(name, where, path, size, _problem(path))
+
+
+def _problem(path: Path) -> str:
+    return weight_problem(path, is_fast=True) or ""
+
+
+def _folder(folder: Path, name: str, where: Where) -> LocalModel | None:
+    """Return the model of a folder in transformers format; None if it has no weights or does not generate text."""
+    config = _json(folder / "config.json")
+    kinds: Any = config.get("architectures") or [""]
+    is_text = "CausalLM" in str(kinds[0]) or isinstance(config.get("text_config"), dict)
+    files = [path for path in _sorted(folder) if path.suffix in WEIGHT_SUFFIXES and path.stem != "training_args"]
+    if not is_text or not files:
+        return None
+    damage = next(folder_damage(folder, is_fast=True), None)
+    size = sum(path.stat().st_size for path in files if path.exists())
+    return LocalModel(name, where, folder, size, f"`{damage[0]}` {damage[1]}" if damage else "")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value: Any = parse_json(read_bytes(path))
+    except (OSError, ValueError):
+        return {}
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def _sorted(folder: Path, pattern: str = "*") -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
+
+
+def _short(path: Path) -> str:
+    home = Path("~").expanduser()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)

@@ -1,0 +1,188 @@
+"""`tunewell profile`: real steps in a child, finished runs, padded rows, and plain errors; nothing is left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corpora import tree, write_sums
+from forked import run_command
+from tunewell.cli.main import main
+from tunewell.features.profile import workflow
+from tunewell.features.profile.bottlenecks import covered_share, find_bottlenecks, time_by_part
+from tunewell.features.profile.records import Padding, Profile
+from tunewell.records.base import read_record
+
+_SETS = (
+    *("--set", "train.threads=1", "--set", "train.batch_tokens=256", "--set", "train.micro_batch_tokens=64"),
+    *(
+        "--set",
+        "train.max_steps=40",
+        "--set",
+        "evaluate.every_steps=3",
+        "--set",
+        "evaluate.samples=1",
+        "--set",
+        "evaluate.sample_tokens=2",
+    ),
+    *("--set", "checkpoints.every_steps=3", "--set", "method.kind=full", "--set", "device=cpu"),
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with rows and a config for a model that starts from nothing."""
+    write_sums(tmp_path, tiny_model, model="preset:tiny-1m", num_rows=60)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.long
+def test_the_child_measures_steps_and_their_parts_add_up(project: Path) -> None:
+    scratch = project / "scratch"
+    scratch.mkdir()
+    arguments = ("--child", str(scratch), "--copies", str(scratch / "copy"), "--steps", "4", *_SETS)
+    done = run_command("profile", *arguments, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    profile = read_record(scratch / "profile.json", Profile)
+    assert (profile.num_measured, profile.num_steps, profile.source) == (4, 40, "steps")
+    assert {"data", "forward", "backward", "optimizer", "log"} <= profile.phases.keys()
+    assert not {"evaluate", "save", "processor"} & profile.phases.keys()
+    assert sum(time_by_part(profile).values()) == pytest.approx(profile.total_seconds)
+    assert {"matmul", "attention", "head", "pointwise"} <= time_by_part(profile).keys()
+    covered = covered_share(profile)
+    assert covered is not None and 0 < covered <= 1
+    # One evaluation before the first step, then every third.
+    assert profile.evaluation is not None and (profile.evaluation.number, profile.evaluation.every) == (15, 3)
+    assert profile.checkpoint is not None and profile.checkpoint.number == 14
+    assert profile.evaluation.number_measured >= 2 and profile.checkpoint.number_measured >= 2
+    assert "train.micro_batch_tokens" in {trial.key for trial in profile.trials}
+    assert profile.ceilings is not None and profile.ceilings.matmul_flops > 1e8
+    # Tiny weights: matrix products of the linear layers are most of the FLOP, six for each weight and token.
+    assert profile.useful_flop == pytest.approx(6 * 4 * (4 * 32 * 32 + 3 * 32 * 96) * profile.tokens, rel=0.6)
+    assert profile.micro_batches and profile.micro_batches > 2
+    assert "evaluation" in {found.name for found in find_bottlenecks(profile)}
+    assert not (project / "run").exists()
+
+
+def test_apply_runs_the_child_again_with_the_setting(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second child must get the setting last, and the scratch folders must be gone afterwards."""
+    before = {"phases": {"forward": 0.02, "backward": 0.04, "other": 0.0}, "seconds": 0.06}
+    slow = {"evaluation": {"seconds": 0.4, "number": 21, "every": 2, "number_measured": 3}}
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        started.append(command)
+        folder = Path(command[command.index("--child") + 1])
+        assert folder.is_dir() and folder.parent == project
+        _write_profile(folder, **before, **(slow if len(started) == 1 else {}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(workflow.subprocess, "run", run)
+    at_first = tree(project)
+    assert main(["profile", "--steps", "5", "--apply", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["bottlenecks"][0]["key"] == "evaluate.every_steps"
+    trial = started[1][started[1].index("--try") + 1]
+    assert trial == f"evaluate.every_steps={told['bottlenecks'][0]['value']}"
+    assert told["applied"]["gain_measured"] == pytest.approx((0.06 + 0.4 * 21 / 40) / 0.06)
+    assert tree(project) == at_first
+    started.clear()
+    assert main(["profile", "--steps", "5", "--apply"]) == 0
+    words = " ".join(capfd.readouterr().out.split())
+    assert "tried `evaluate.every_steps:" in words and "predicted" in words and "measured" in words
+
+
+def _write_profile(folder: Path, **values: Any) -> None:
+    usual: dict[str, Any] = {
+        "made_by": "test",
+        "source": "steps",
+        "model": "tiny",
+        "method": "full",
+        "device": "cpu",
+        "is_gpu": False,
+        "precision": "fp32",
+        "threads": 1,
+        "micro_batch_tokens": 64,
+        "num_steps": 40,
+        "num_measured": 5,
+        "tokens": 256.0,
+    }
+    (folder / "profile.json").write_text(json.dumps(usual | values), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "killed by SIGKILL"), (-11, "killed by SIGSEGV")])
+def test_a_child_that_is_killed_is_a_plain_error_and_leaves_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, words: str
+) -> None:
+    monkeypatch.setattr(workflow.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code))
+    at_first = tree(project)
+    assert main(["profile", "--steps", "5"]) == 2
+    assert words in capfd.readouterr().err
+    assert tree(project) == at_first
+
+
+def test_a_child_that_printed_an_error_ends_the_command_with_its_code(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflow.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
+    assert main(["profile", "--steps", "5"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "there is no run in this folder"),
+        (["nowhere"], "`nowhere` is not a run"),
+        (["--steps", "1"], "`--steps 1` is too few"),
+        (["--padded-to", "1024"], "`--padded-to` and `--rows` are used together"),
+        (["--padded-to", "0", "--rows", "rows.jsonl"], "`--padded-to 0`"),
+        (["--padded-to", "64", "--rows", "missing.jsonl"], "missing.jsonl"),
+        (["--steps", "5", "--set", "train.steps=3"], "train.steps"),
+    ],
+)
+def test_bad_input_is_a_plain_error(
+    project: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["profile", *arguments]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_an_empty_folder_is_a_plain_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--steps", "5"]) == 2
+    assert "no training data" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_padded_rows_are_measured_against_packed_ones(project: Path) -> None:
+    scratch = project / "scratch"
+    scratch.mkdir()
+    arguments = ("--child", str(scratch), "--copies", str(scratch / "copy"), *_SETS)
+    done = run_command("profile", "--padded-to", "256", "--rows", "rows.jsonl", *arguments, cwd=project)
+    assert done.returncode == 0, done.stderr
+    padding = read_record(scratch / "profile.json", Padding)
+    assert padding.rows == 60 and padding.padded_to == 256 and padding.measured_ratio is not None
+    # Attention and the head compute padding too, so the ratio of the FLOP is above that of the tokens.
+    assert padding.predicted_ratio is not None and padding.predicted_ratio > padding.work > 2
+
+
+def test_the_parent_imports_no_torch(project: Path) -> None:
+    """Loading torch twice costs seconds, and its threads and memory would disturb the child."""
+    check = (
+        "import sys; from tunewell.cli.main import main;"
+        "code = main(['profile', '--padded-to', '256', '--rows', 'rows.jsonl', '--json']);"
+        "print(code, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], cwd=project, capture_output=True, text=True, check=True)
+    assert done.stderr.split()[-2:] == ["0", "False"]
+    assert json.loads(done.stdout)["rows"] == 60
