@@ -94,7 +94,7 @@ contracts: setup
 docs: setup ## write the generated pages: docs/map.md and docs/reference/
 	$(BIN)/python docs/generate.py
 
-counts: setup ## how large the code is, and how many files a training step enters
+counts: setup ## how large the code is, how many functions a training step enters, and what grew
 	$(BIN)/python tests/house/counts.py
 
 demo: setup ## the whole bundled example: init, inspect, prepare, train, validate, chat

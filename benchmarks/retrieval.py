@@ -23,12 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
+from tunewell.data.reading_prompt import Passage
 from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
+from tunewell.evaluation.passages import key_finder
 from tunewell.features.retrieval.embedders.base import Embedder, open_embedder
 from tunewell.features.retrieval.indexing import build_index
-from tunewell.features.retrieval.passages import Passage
 from tunewell.features.retrieval.search import CANDIDATES, Retriever, fuse
-from tunewell.features.retrieval.shown import key_finder
 from tunewell.features.retrieval.stores.base import open_store
 from tunewell.features.retrieval.tuning import tune
 from tunewell.features.retrieval.words import words

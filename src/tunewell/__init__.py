@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
+    from tunewell.features.compare.api import compare
     from tunewell.features.diagnose.diagnose import diagnose
     from tunewell.features.doctor.api import doctor
     from tunewell.features.hf_callback.callback import HealthCallback
+    from tunewell.features.retrieval.api import ask, index
     from tunewell.features.sweep.api import sweep
-    from tunewell.library.documents import ask, compare, index
     from tunewell.library.functions import export, plan, prepare, rehearse, train, validate
     from tunewell.library.model import load
 
@@ -39,24 +40,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "HealthCallback": "tunewell.features.hf_callback.callback",
     "UserError": "tunewell.core.errors",
-    "ask": "tunewell.library.documents",
-    "compare": "tunewell.library.documents",
-    "doctor": "tunewell.features.doctor.api",
-    "diagnose": "tunewell.features.diagnose.diagnose",
     "export": "tunewell.library.functions",
-    "index": "tunewell.library.documents",
     "load": "tunewell.library.model",
     "open_corpus": "tunewell.data.corpus.reader",
     "plan": "tunewell.library.functions",
     "prepare": "tunewell.library.functions",
     "rehearse": "tunewell.library.functions",
-    "sweep": "tunewell.features.sweep.api",
     "train": "tunewell.library.functions",
     "validate": "tunewell.library.functions",
 }
-"""The module of each public name. Modules are imported on first use, so that `import tunewell` is fast."""
+"""The module of each public name of the spine; `core/features.py` has those of features.
+
+Modules are imported on first use, so that `import tunewell` is fast.
+"""
 
 
 def __getattr__(name: str) -> Any:
@@ -65,7 +62,12 @@ def __getattr__(name: str) -> Any:
     elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
     else:
-        raise AttributeError(f"module 'tunewell' has no attribute {name!r}")
+        from tunewell.core.features import function_modules
+
+        modules = function_modules() if name in __all__ else {}
+        if name not in modules:
+            raise AttributeError(f"module 'tunewell' has no attribute {name!r}")
+        value = getattr(import_module(modules[name]), name)
     globals()[name] = value
     return value
 
@@ -74,7 +76,7 @@ class _TopLevelModule(ModuleType):
     """Keeps `tunewell.export` the function: importing the package `tunewell.export` would replace it by the package."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
+        if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

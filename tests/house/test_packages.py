@@ -1,4 +1,4 @@
-"""Package boundaries: who imports whom, who needs torch, and how large things may grow."""
+"""Package boundaries: who imports whom, who needs torch, and how large things grow."""
 
 import ast
 import json
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from counts import LIMITS, count
+from counts import count, read_record
 
 import tunewell
 
@@ -19,8 +19,8 @@ TORCH_FREE = (
     "records",
     "data",
     "planning",
-    "diagnosis",
-    "environment",
+    "features/diagnose",
+    "features/doctor",
     "model_files/facts.py",
     "model_files/shape.py",
     "machine/facts.py",
@@ -127,7 +127,8 @@ def test_the_import_contracts_hold_for_every_package():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_code_stays_within_its_limits():
-    """Growth that nobody decided on: a workflow that does the work, a file nobody reads, a step in 31 files."""
-    counted = count()
-    assert {name: counted[name] for name, most in LIMITS.items() if counted[name] > most} == {}
+def test_growth_is_recorded_with_its_reason():
+    """Code that grows without a decision: `make counts` shows where, and `counts.json` has the reason."""
+    found, record = count(), read_record()
+    assert {name: figure for name, figure in found.items() if name not in record or figure > record[name][0]} == {}
+    assert set(record) <= set(found), "`counts.json` has a figure that is not counted"

@@ -1,4 +1,4 @@
-"""Train a tiny model for a few steps and print which source files that enters; run by `counts.py`."""
+"""Train a tiny model for a few steps and print how many functions that enters; run by `counts.py`."""
 
 import importlib
 import inspect
@@ -19,24 +19,8 @@ _MIDDLE = 4
 
 
 def main() -> None:
-    """Trace `tunewell.train` on 20 rows: everything, and what lies between two step events."""
+    """Trace `tunewell.train` on 20 rows, with each method."""
     from tiny import write_tiny_model
-
-    entered: set[str] = set()
-    during_step: set[str] = set()
-    is_in_step = False
-
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        # Bodies of modules and classes run once, on import: they are not entered by the run.
-        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
-        if event == "call" and is_function and frame.f_code.co_filename.startswith(PACKAGE):
-            entered.add(frame.f_code.co_filename)
-            if is_in_step:
-                during_step.add(frame.f_code.co_filename)
-
-    def on_step(event: object) -> None:
-        nonlocal is_in_step
-        is_in_step = getattr(event, "step", None) == _MIDDLE
 
     rows = [{"instruction": f"What is {n} plus {n}?", "output": f"It is {2 * n}."} for n in range(20)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -45,7 +29,6 @@ def main() -> None:
         "tokenizer": str(write_tiny_model(Path("tokenizer"))),
         "data": {"sources": "rows.jsonl", "held_out": 0.2},
         "device": "cpu",
-        "method": {"kind": "full"},
         "train": {"max_steps": 8, "batch_documents": 2, "threads": 1},
         "evaluate": {"every_steps": 8, "samples": 1, "sample_tokens": 2},
         "checkpoints": {"every_steps": 8},
@@ -53,15 +36,39 @@ def main() -> None:
     }
     importlib.import_module("tunewell.workflows.train")
     _ = tunewell.train
+    figures = {}
+    for kind in ("lora", "dora", "full"):
+        step, whole = _trace(config | {"method": {"kind": kind}, "run": kind})
+        figures[f"functions entered by one step, {kind}"] = len(step)
+        if kind == "lora":
+            figures["functions entered by `train`, lora"] = len(whole)
+    sys.stdout.write(json.dumps(figures) + "\n")
+
+
+def _trace(config: dict[str, object]) -> tuple[set[str], set[str]]:
+    """Return the functions that one step, and the whole of `train`, enter."""
+    entered: set[str] = set()
+    during_step: set[str] = set()
+    is_in_step = False
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        # Bodies of modules and classes run once, on import: they are not entered by the run.
+        code = frame.f_code
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(PACKAGE):
+            entered.add(name := f"{code.co_filename}:{code.co_qualname}")
+            if is_in_step:
+                during_step.add(name)
+
+    def on_step(event: object) -> None:
+        nonlocal is_in_step
+        is_in_step = getattr(event, "step", None) == _MIDDLE
+
     threading.setprofile(profile)
     sys.setprofile(profile)
     tunewell.train(config, progress=False, on_step=on_step)
     sys.setprofile(None)
-    short = {
-        name: sorted(path.removeprefix(PACKAGE)[1:] for path in paths if not path.endswith("__init__.py"))
-        for name, paths in (("train", entered), ("step", during_step))
-    }
-    sys.stdout.write(json.dumps(short) + "\n")
+    threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+    return during_step, entered
 
 
 if __name__ == "__main__":

@@ -18,14 +18,17 @@ from typing import Any, TextIO, cast
 
 from tunewell.cli.render import RedactedStream, emit, emit_error, folded_table, hanging, json_text
 from tunewell.core.errors import SharedError, UserError, close_names, did_you_mean
+from tunewell.core.features import command_modules, find_hook
 from tunewell.core.files import explain_os_error
 from tunewell.core.redact import redact
 
-_NAMES = (
+_ORDER = (
     "models init inspect prepare plan train sweep runs compare track profile validate export verify push notebook chat "
     "serve index ask diagnose doctor explain glossary schema"
 )
-COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
+_SPINE = "models init inspect prepare plan train runs validate export verify chat explain glossary schema"
+_MODULES = {name: f"tunewell.cli.commands.{name}" for name in _SPINE.split()} | command_modules()
+COMMANDS = tuple(sorted(_MODULES.items(), key=lambda one: [*_ORDER.split(), one[0]].index(one[0])))
 """Each command, in the order of a typical project, and the module with its `command` function."""
 
 EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
@@ -89,10 +92,14 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if not arguments or list(arguments) == ["--json"]:
         return _show_overview(is_json=bool(arguments))
     name = arguments[0]
-    if name == "doctor":
-        return _run_doctor(arguments[1:])
     if name in dict(COMMANDS):
-        return _run_command(name, arguments[1:])
+        try:
+            return _run_command(name, arguments[1:])
+        except ImportError as error:
+            fallback = find_hook("doctor", "fallback") if name == "doctor" else None
+            if fallback is None:
+                raise
+            return fallback(arguments[1:], error)
     if name in ("--help", "-h", "help"):
         emit(_help())
     elif name == "--version":
@@ -174,21 +181,6 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run_doctor(arguments: Sequence[str]) -> int:
-    """Run `doctor`. Without its options if a package of the command line itself, like pydantic, cannot be imported."""
-    try:
-        return _run_command("doctor", arguments)
-    except ImportError as error:
-        from tunewell.features.doctor.screen import doctor_screen
-        from tunewell.features.doctor.workflow import doctor
-
-        sys.stderr.write(f"note: only `--json` and `--fix` are read, because a package is broken: {error}\n")
-        found = doctor()
-        text = json_text(found.as_json()) if "--json" in arguments else doctor_screen(found)
-        emit(found.fix_script() if "--fix" in arguments else text)
-        return found.exit_code
-
-
 def _report(error: UserError, *, wants_json: bool) -> int:
     is_shared = isinstance(error, SharedError)
     if wants_json and not (is_shared and os.environ.get("RANK", "0") != "0"):
@@ -227,10 +219,7 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
 def _known_failure(trace: str) -> dict[str, Any] | None:
     """Return the failure that the exception of another library shows, as `tunewell diagnose` names it, or None."""
     try:
-        from tunewell.features.diagnose.diagnose import diagnose_text
-        from tunewell.features.diagnose.findings import LIKELY
-
-        found = [finding for finding in diagnose_text(trace).findings if finding.severity == "failure"]
-        return found[0].as_json() if found and found[0].confidence >= LIKELY else None
+        known_failure = find_hook("diagnose", "known_failure")
+        return known_failure(trace) if known_failure else None
     except Exception:  # noqa: BLE001  the error itself must be reported, whatever fails here
         return None

@@ -8,6 +8,7 @@ names does not import torch.
 from dataclasses import dataclass
 from typing import Literal
 
+from tunewell.core.features import extension_entries
 from tunewell.core.registry import Entry, Registry
 
 
@@ -224,19 +225,5 @@ class TrackerEntry(Entry):
     """The name for `import`."""
 
 
-_TRACKERS = "tunewell.features.track"
-TRACKERS: Registry[TrackerEntry] = Registry(
-    "tracker",
-    [
-        TrackerEntry(
-            "tensorboard",
-            "event files in `RUN/track/tensorboard`",
-            f"{_TRACKERS}.tensorboard:TensorBoardTracker",
-            "tensorboard",
-            "tensorboard",
-        ),
-        TrackerEntry("wandb", "Weights & Biases, or offline", f"{_TRACKERS}.wandb:WandbTracker", "wandb", "wandb"),
-        TrackerEntry("mlflow", "an MLflow server", f"{_TRACKERS}.mlflow:MlflowTracker", "mlflow-skinny", "mlflow"),
-    ],
-)
+TRACKERS: Registry[TrackerEntry] = Registry("tracker", [TrackerEntry(*entry) for entry in extension_entries("tracker")])
 """Trackers. Their modules use the standard library and the package only, so that they run in another environment."""

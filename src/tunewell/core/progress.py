@@ -22,6 +22,9 @@ class Progress:
     """Expected seconds until the whole command ends; None if unknown."""
 
 
+DOWNLOADING = "downloading"
+"""The stage of a download, which `train` shows within others."""
+
 ProgressListener = Callable[[Progress], None]
 """A function that receives progress. It must return quickly and never raise."""
 

@@ -22,6 +22,12 @@ class Entry:
     """Import path of the class or function: `package.module:Name`."""
 
 
+def load_path(path: str) -> Any:
+    """Import the module of an import path, `module:name`, and return the object."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 E = TypeVar("E", bound=Entry)
 
 
@@ -37,10 +43,13 @@ class Registry(Generic[E]):
         """Return the names in declaration order."""
         return tuple(self._entries)
 
+    def entries(self) -> tuple[E, ...]:
+        """Return the entries in declaration order."""
+        return tuple(self._entries.values())
+
     def load(self, name: str) -> Any:
         """Import the module of an entry and return the object at its import path."""
-        module, _, attribute = self.entry(name).path.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return load_path(self.entry(name).path)
 
     def entry(self, name: str) -> E:
         """Return an entry; raise UserError with the known names if the name is unknown."""

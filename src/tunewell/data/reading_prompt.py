@@ -4,8 +4,12 @@ Passages are data: they go into the text of the user's message, where a marker o
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Protocol
+
+from tunewell.core.errors import UserError
 
 NOT_FOUND = "Not in the documents."
 """The refusal: the reply if the passages do not answer the question."""
@@ -14,8 +18,49 @@ _TASK = (
     "Put the number of the passage after the answer, like [1]. "
     f'If the passages do not answer the question, reply: "{NOT_FOUND}"'
 )
+CITATION = re.compile(r"\[\d{1,3}(?:\s*[,;]\s*\d{1,3})*\]")
+"""`[2]`, or `[1, 3]`."""
+PATH_SEPARATOR = " > "
 _QUESTION = "Question: "
 _FORGED = re.compile(r"^[ \t]*\[(\d{1,3})\]", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A part of a document that is searched and shown as a whole."""
+
+    file: str
+    title: str
+    headings: tuple[str, ...]
+    """The headings above the text, without the title."""
+    text: str
+    lines: tuple[int, int] | None = None
+    page: int | None = None
+
+    @property
+    def path(self) -> str:
+        """The title and the headings, as shown to the user and the model: `Hazelquay College > Your application`."""
+        return PATH_SEPARATOR.join((self.title, *self.headings))
+
+    @property
+    def searched(self) -> str:
+        """The text that is embedded and whose words are indexed."""
+        return f"{self.path}\n{self.text}"
+
+    @property
+    def key(self) -> str:
+        """The hash of the searched text. Equal passages are embedded and stored once."""
+        return sha256(self.searched.encode("utf-8", "replace")).hexdigest()
+
+    @property
+    def where(self) -> str:
+        """The lines or the page, for the list of sources; empty if unknown."""
+        if self.page is not None:
+            return f"page {self.page}"
+        if self.lines is None:
+            return ""
+        first, last = self.lines
+        return f"line {first}" if first == last else f"lines {first}-{last}"
 
 
 class ShownPassage(Protocol):
@@ -46,6 +91,24 @@ def _text(passage: ShownPassage) -> str:
 def question_in(message: str) -> str:
     """Return the question in a message with passages. Other messages are returned unchanged."""
     return message.rpartition(f"\n\n{_QUESTION}")[2] if message.startswith(_TASK) else message
+
+
+def fit(question: str, passages: Sequence[Passage], fits: Callable[[str], bool]) -> Sequence[Passage]:
+    """Return as many of the best passages as fit in the context together with an answer; raise UserError if none."""
+    for number in range(len(passages), 0, -1):
+        if fits(reading_prompt(question, passages[:number])):
+            return passages[:number]
+    best = passages[0]
+    raise UserError(
+        "no passage fits in the model's context, not even the best one",
+        where=f"{best.file}, {best.where or best.path}",
+        fix="use a model with a longer context, or ask a shorter question",
+    )
+
+
+def is_refusal(answer: str) -> bool:
+    """Return True if the model says that the passages do not answer the question."""
+    return " ".join(answer.lower().split()).strip(" .!\"'").startswith(NOT_FOUND.lower().rstrip("."))
 
 
 def prompt_form() -> dict[str, Any]:

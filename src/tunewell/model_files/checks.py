@@ -4,14 +4,13 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, parse_json, read_bytes
-from tunewell.features.doctor.facts import ModelState
 from tunewell.model_files.files import WEIGHT_SUFFIXES
 from tunewell.model_files.gguf import read_tensor_table
 
@@ -20,6 +19,25 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_HEADER = 100 << 20
 """The limit of the safetensors library."""
 _MAX_FILES = 500
+_HUB_SECONDS = 3
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A model on this machine, and what is wrong with its files."""
+
+    name: str
+    path: str | None
+    """None if it is not on this machine."""
+    is_configured: bool
+    """Whether the config or `--model` names it."""
+    origin: Literal["folder", "file", "hub", "other"] = "other"
+    damage: Sequence[tuple[str, str]] = ()
+    """File and problem: `model.safetensors`, `is a Git LFS pointer`."""
+    num_parameters: int | None = None
+    """Elements of its weight files; None if they are not on this machine."""
+    model_type: str | None = None
+    """`model_type` in its `config.json`."""
 
 
 def hub_cache() -> Path:
@@ -28,6 +46,23 @@ def hub_cache() -> Path:
         return Path(folder).expanduser()
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(home).expanduser() / "hub"
+
+
+def hub_problem() -> str | None:
+    """Return why the hub cannot be reached, or None if it can. A proxy is trusted."""
+    import socket  # not needed in the fast part, whose imports count
+    import urllib.parse
+    import urllib.request
+
+    address = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if urllib.request.getproxies():
+        return None
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return f"{address.hostname} cannot be reached ({getattr(error, 'strerror', None) or error})"
+    return None
 
 
 def read_models(configured: str | None, *, base: Path | None = None, is_fast: bool = False) -> list[ModelState]:

@@ -13,11 +13,10 @@ from tunewell.data.corpus.spec import source_options
 from tunewell.data.row_statistics import RowStatistics, read_statistics
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.recognise import recognise
-from tunewell.features.doctor.machine import hub_problem
 from tunewell.machine.machine import Machine, read_machine
 from tunewell.machine.system import System
 from tunewell.model_files.catalogue import CatalogueModel, catalogue, find_in_catalogue
-from tunewell.model_files.checks import hub_cache
+from tunewell.model_files.checks import hub_cache, hub_problem
 from tunewell.model_files.local import LocalModel, find_local_models
 from tunewell.model_files.shape import read_shape, shape_of_config
 from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend

@@ -11,6 +11,7 @@ from typing import Any
 from tunewell.config.load import ConfigLike, LoadedConfig, to_loaded_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
+from tunewell.core.features import require_hook
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -102,8 +103,7 @@ def load_spec(loaded: LoadedConfig, progress: ProgressListener = silent) -> Buil
     require_model_and_data(loaded)
     remarks: list[str] = []
     if loaded.config.data.index is not None:
-        from tunewell.features.retrieval.open_book_config import with_open_book  # not needed for other configs
-
+        with_open_book = require_hook("retrieval", "open_book", needed_by="`data.index`")
         loaded, remarks = with_open_book(loaded, progress)
     text = TextPipeline.load(loaded)
     facts = read_facts(text.model)

@@ -9,15 +9,14 @@ from dataclasses import replace
 import torch
 
 from tunewell.config.load import LoadedConfig
-from tunewell.core.progress import only_stage, silent
+from tunewell.core.features import find_hook, require_hook
+from tunewell.core.progress import DOWNLOADING, only_stage, silent
 from tunewell.core.redact import redact
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
-from tunewell.features.remote.fetch import DOWNLOADING
-from tunewell.features.track.start import require_trackers, start_trackers
 from tunewell.machine.allocator import keep_freed_memory
 from tunewell.machine.device import probe_device, torch_threads
 from tunewell.records.manifest import MANIFEST
@@ -56,7 +55,8 @@ def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[Loaded
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
     loaded, start = with_start(loaded)
     require_training_data(loaded, is_resuming=options.is_resuming)
-    require_trackers(loaded.config.track, loaded.config.track_python)
+    if loaded.config.track:
+        require_hook("track", "require", needed_by="`track`")(loaded.config.track, loaded.config.track_python)
     if loaded.config.export.to:
         require_exportable(loaded)
     if loaded.config.verdict.metrics:
@@ -94,7 +94,8 @@ class Training:
                 tokens = run.progress.tokens
                 self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
                 folder.keep()
-                start_trackers(folder.path, self.loaded.config if world.is_first else None, self.recorder.note)
+                if world.is_first and (start_trackers := find_hook("track", "start")):
+                    start_trackers(folder.path, self.loaded.config, self.recorder.note)
                 with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
                     ending = take_steps(run, handle_signals=options.owns_process, pause_at=options.pause_step(plan))
             result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)

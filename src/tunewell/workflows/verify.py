@@ -4,10 +4,10 @@ import tempfile
 from pathlib import Path
 
 from tunewell.config.load import load_config
+from tunewell.core.features import require_hook
 from tunewell.core.files import is_url
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.export.prove import prove_export
-from tunewell.features.remote.push import pull_folder
 from tunewell.records.parity import PARITY, Parity, write_record
 
 EXIT_NOT_PROVEN = 4
@@ -28,6 +28,7 @@ def verify(
     if is_url(str(folder)):
         with tempfile.TemporaryDirectory(prefix="tunewell-verify-") as pulled:
             settings = load_config().config.storage
+            pull_folder = require_hook("remote", "pull", needed_by="an export at an address")
             pull_folder(str(folder), Path(pulled), settings=settings, progress=progress)
             return prove_export(Path(pulled), base=base, allow_pickle=allow_pickle, progress=progress)
     folder = Path(folder).expanduser()

@@ -6,12 +6,12 @@ import pytest
 from toy_index import college_facts, college_index
 
 from tunewell.core.errors import UserError
-from tunewell.data.reading_prompt import NOT_FOUND, question_in
+from tunewell.data.reading_prompt import NOT_FOUND, Passage, question_in
 from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.columns import compare_columns
+from tunewell.evaluation.passages import SearchedQuestions, Shown, key_finder
 from tunewell.features.compare.measure import Exam, measure_alone, measure_with_passages
-from tunewell.features.retrieval.passages import Passage
-from tunewell.features.retrieval.shown import SearchedQuestions, Shown, key_finder, search_all
+from tunewell.features.retrieval.shown import search_all
 from tunewell.inference.batch import Replies
 
 FACTS = college_facts("held_out")

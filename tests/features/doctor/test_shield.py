@@ -10,7 +10,7 @@ from recorded import VERSIONS, sound
 
 from tunewell.features.doctor.packages import STACK
 from tunewell.features.doctor.registry import run_checks
-from tunewell.features.doctor.shield import is_met, known_good_sets, matching_conflicts, read_shield
+from tunewell.machine.shield import is_met, known_good_sets, matching_conflicts, read_shield
 
 SHIELD = read_shield()
 _ISSUE = re.compile(r"[\w.-]+/[\w.-]+#\d+")

@@ -8,10 +8,9 @@ import pytest
 from toy_index import college_index
 
 from tunewell.core.errors import UserError
-from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
+from tunewell.data.reading_prompt import NOT_FOUND, Passage, is_refusal, reading_prompt
 from tunewell.features.retrieval.answer import PassageFinder, RetrievalChat
-from tunewell.features.retrieval.passages import Passage
-from tunewell.features.retrieval.reading import best_sentence, check_claims, is_refusal
+from tunewell.features.retrieval.reading import best_sentence, check_claims
 from tunewell.records.plan import Chosen
 
 DEADLINE = "By when must an application reach Alderhollow College?"

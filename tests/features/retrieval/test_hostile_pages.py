@@ -11,12 +11,11 @@ from hostile_pages import PAGES
 from toy_embedder import ToyEmbedder
 
 from tunewell.cli.main import main
-from tunewell.data.reading_prompt import reading_prompt
+from tunewell.data.reading_prompt import Passage, reading_prompt
 from tunewell.data.templates.chat_template import builtin_template
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.features.retrieval.answer import RetrievalChat
 from tunewell.features.retrieval.indexing import build_index
-from tunewell.features.retrieval.passages import Passage
 from tunewell.features.retrieval.search import Retriever
 from tunewell.features.retrieval.stores.base import open_store
 from tunewell.inference.prompt import prompt_ids

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_embedder import ToyEmbedder
 
+from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.documents import Document
 from tunewell.features.retrieval.embedders.base import open_embedder
-from tunewell.features.retrieval.passages import Passage, cut
+from tunewell.features.retrieval.passages import cut
 from tunewell.features.retrieval.readers.blocks import Unreadable
 from tunewell.features.retrieval.readers.markdown import read_markdown
 from tunewell.features.retrieval.readers.rows import read_csv, read_json_lines

@@ -21,7 +21,7 @@ from tunewell.core.errors import UserError
 from tunewell.features.track.start import require_trackers
 
 FOLDER = Path(__file__).parent
-TOYS = FOLDER.parent / "extending"
+TOYS = FOLDER.parents[1] / "extending"
 FOLLOW = "tunewell.features.track.follow"
 PYTHON = os.environ.get("TUNEWELL_TRACK_PYTHON")
 """The Python of an environment with tensorboard, wandb and mlflow, for the tests that read back."""

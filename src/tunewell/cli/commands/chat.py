@@ -10,10 +10,11 @@ from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Dev
 from tunewell.cli.render import AsIs, emit, json_text
 from tunewell.cli.screens.chat import converse, loading, report_dropped, report_sources, start_answer, write_answers
 from tunewell.core.errors import UserError
+from tunewell.core.features import require_hook
 
 if TYPE_CHECKING:
-    from tunewell.features.retrieval.answer import RetrievalChat
     from tunewell.inference.chat import Answer, Chat
+    from tunewell.inference.passages import DocumentChat
 
 
 def command(
@@ -57,10 +58,7 @@ def command(
         chat = Chat(chat_model, system, options)
         retrieval = None
         if index is not None:
-            from tunewell.features.retrieval.answer import RetrievalChat
-            from tunewell.features.retrieval.search import open_retriever
-
-            retrieval = RetrievalChat(open_retriever(index), chat)
+            retrieval = require_hook("retrieval", "open_chat", needed_by="`--index`")(index, chat)
     if prompt is not None:
         text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
         _answer_once(chat, text, with_base=with_base, json=json, retrieval=retrieval)
@@ -80,7 +78,7 @@ def _answer_once(
     with_base: bool,
     json: bool,
     is_line: bool = False,
-    retrieval: "RetrievalChat | None" = None,
+    retrieval: "DocumentChat | None" = None,
 ) -> None:
     """Answer one prompt of a script, and print only the answer, or JSON with all details."""
     parts = start_answer(chat, text, retrieval)

@@ -13,6 +13,7 @@ from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Off
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
 from tunewell.core.errors import UserError
+from tunewell.core.features import find_hook
 from tunewell.core.launcher import is_first, num_restarts
 from tunewell.core.progress import Progress
 
@@ -112,10 +113,9 @@ def command(
     if rehearse:
         raise typer.Exit(_rehearse(loaded, options, json=json))
     with shown_training() as listener:
-        from tunewell.features.doctor.workflow import require_environment
         from tunewell.training.events import send_notes
 
-        require_environment(loaded, send_notes(listener))
+        _require_environment(loaded, send_notes(listener))
         listener(Progress("importing torch"))
         # Importing torch takes seconds, so the screen is shown first.
         from tunewell.cli.startup import import_libraries
@@ -205,9 +205,7 @@ def _rehearse(loaded: "LoadedConfig", options: "RunOptions", *, json: bool) -> i
     from tunewell.cli.startup import import_libraries
 
     with shown_stages() as progress:
-        from tunewell.features.doctor.workflow import require_environment
-
-        require_environment(loaded, lambda message: print(f"note: {message}", file=sys.stderr))  # noqa: T201
+        _require_environment(loaded, lambda message: print(f"note: {message}", file=sys.stderr))  # noqa: T201
         progress(Progress("importing torch"))
         import_libraries(device=loaded.config.device)
         from tunewell.workflows.rehearse import rehearse
@@ -215,6 +213,12 @@ def _rehearse(loaded: "LoadedConfig", options: "RunOptions", *, json: bool) -> i
         result = rehearse(loaded, options, lambda event: progress(event) if isinstance(event, Progress) else None)
     emit(json_text(result.as_json()) if json else rehearsal_screen(result))
     return result.exit_code
+
+
+def _require_environment(loaded: "LoadedConfig", note: "Callable[[str], None]") -> None:
+    """Run the fast checks of `doctor`, where it is installed."""
+    if check := find_hook("doctor", "require_environment"):
+        check(loaded, note)
 
 
 def _supervise(load: "Callable[[], LoadedConfig]", argv: "Sequence[str]") -> int:

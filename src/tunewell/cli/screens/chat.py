@@ -17,8 +17,8 @@ from tunewell.core.units import count
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tunewell.features.retrieval.answer import IndexAnswer, RetrievalChat
     from tunewell.inference.chat import Answer, Chat
+    from tunewell.inference.passages import DocumentChat, IndexAnswer
 
 COMMANDS = {
     "/reset": ("", "start a new conversation with the same system prompt"),
@@ -111,7 +111,7 @@ def print_aside(text: str) -> None:
     console(stderr=True).print("\n".join(lines), style="dim")
 
 
-def print_header(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:
+def print_header(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | None" = None) -> None:
     """Print the model, its base model, chat template and settings, and the index."""
     model, ref = chat.model, chat.model.ref
     reason = f", {ref.because}" if ref.because else ""
@@ -121,12 +121,12 @@ def print_header(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | N
     if ref.started_from is not None:
         lines.append(f"trained from {one_line(ref.started_from)}" + (", which also answers" if with_base else ""))
     lines.append(f"{template}; {options_text(chat)}; {model.precision} on {model.device.name}{runtime}")
-    lines += [f"answers from {retrieval.finder.summary}"] if retrieval is not None else []
+    lines += [f"answers from {retrieval.summary}"] if retrieval is not None else []
     lines += [f"note: {one_line(note)}" for note in model.notes]
     print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))
 
 
-def converse(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:
+def converse(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | None" = None) -> None:
     """Run a conversation in a terminal until the user quits."""
     print_header(chat, with_base=with_base, retrieval=retrieval)
     _enable_line_editing()
@@ -147,7 +147,7 @@ def converse(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | None"
             emit_error(error)
 
 
-def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:
+def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, retrieval: "DocumentChat | None" = None) -> None:
     """Show an answer and its statistics, with the base model's answer if requested. Ctrl-C stops the answer."""
     parts = start_answer(chat, text, retrieval)
     report_dropped(chat)
@@ -159,7 +159,7 @@ def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, retrieval: "Re
         print_aside(answer_statistics(chat.answer, chat.base_answer))
 
 
-def start_answer(chat: "Chat", text: str, retrieval: "RetrievalChat | None") -> Reply:
+def start_answer(chat: "Chat", text: str, retrieval: "DocumentChat | None") -> Reply:
     """Return the stream of an answer, from the index if there is one."""
     if retrieval is None:
         return chat.reply(text)
@@ -167,7 +167,7 @@ def start_answer(chat: "Chat", text: str, retrieval: "RetrievalChat | None") -> 
     return retrieval.ask(text)
 
 
-def report_sources(chat: "Chat", retrieval: "RetrievalChat") -> None:
+def report_sources(chat: "Chat", retrieval: "DocumentChat") -> None:
     """Print the sources of an answer, and how many old messages no longer fit in the context."""
     print_aside(sources_text(retrieval.answer).lstrip("\n"))
     report_dropped(chat)

@@ -12,6 +12,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 
 from tunewell.config.rules import Storage
 from tunewell.core.errors import UserError
+from tunewell.core.features import extension_entries
 from tunewell.core.files import hub_address, sha256_stream
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.registry import Entry, Registry
@@ -86,7 +87,6 @@ class VersionedSource(Protocol):
         ...
 
 
-_REMOTE = "tunewell.features.remote.source:RemoteFile"
 SOURCES = Registry(
     "data source",
     [
@@ -95,17 +95,7 @@ SOURCES = Registry(
             "Files on this machine: a path, a folder, a glob or a saved Hugging Face dataset.",
             "tunewell.data.sources.local:LocalFile",
         ),
-        Entry("s3", "Amazon S3 and compatible storage: an object, a prefix or a glob.", _REMOTE),
-        Entry("r2", "Cloudflare R2: an object, a prefix or a glob.", _REMOTE),
-        Entry("https", "A file on a web server.", _REMOTE),
-        Entry("http", "A file on a web server, without encryption.", _REMOTE),
-        Entry(
-            "hf",
-            "A data set of the Hugging Face hub: `hf://datasets/ORG/NAME@REVISION`.",
-            "tunewell.features.remote.hub_source:HubFile",
-        ),
-        Entry("gs", "Google Cloud Storage (untested).", _REMOTE),
-        Entry("az", "Azure Blob Storage (untested).", _REMOTE),
+        *(Entry(*entry) for entry in extension_entries("data source")),
     ],
 )
 

@@ -8,16 +8,14 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent, with_stage
 from tunewell.core.units import count
-from tunewell.data.reading_prompt import NOT_FOUND, question_in, reading_prompt
+from tunewell.data.reading_prompt import CITATION, NOT_FOUND, fit, is_refusal, question_in, reading_prompt
 from tunewell.evaluation.answer_keys import AnswerKey
 from tunewell.evaluation.columns import Column, ColumnAnswer
 from tunewell.evaluation.judge import Judgement, judge
 from tunewell.evaluation.matching import match
+from tunewell.evaluation.passages import SearchedQuestions, Shown
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.evaluation.scores import judged_questions
-from tunewell.features.retrieval.answer import fit
-from tunewell.features.retrieval.reading import CITATION, is_refusal
-from tunewell.features.retrieval.shown import SearchedQuestions, Shown
 from tunewell.inference.batch import Answerer, Message, Replies
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef

@@ -7,9 +7,8 @@ from typing import Any
 
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.evaluation.columns import Column
+from tunewell.evaluation.passages import PassageIndex, SearchedQuestions
 from tunewell.features.compare.measure import Exam, measure_alone, measure_with_passages
-from tunewell.features.retrieval.search import Retriever
-from tunewell.features.retrieval.shown import SearchedQuestions
 from tunewell.inference.batch import Answerer, ModelAnswerer, ServerAnswerer
 from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.inference.model_ref import ModelRef
@@ -33,12 +32,12 @@ class SearchedIndex:
     """An index, and the passages it finds for the questions."""
 
     name: str
-    retriever: Retriever
+    index: PassageIndex
     searched: SearchedQuestions
 
     @property
     def seconds(self) -> float | None:
-        return self.retriever.store.manifest.seconds
+        return self.index.seconds
 
 
 class ColumnSession:

@@ -7,21 +7,19 @@ from pathlib import Path
 
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
+from tunewell.core.features import find_hook, require_hook
 from tunewell.core.files import is_url
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
 from tunewell.data.question_rows import read_questions
 from tunewell.evaluation.columns import ColumnComparison, CompareOptions, UsedKey, compare_columns
 from tunewell.evaluation.measurements import shorten
+from tunewell.evaluation.passages import PassageIndex, Shown, key_finder
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.features.compare.measure import Exam, read_exam
 from tunewell.features.compare.model_judge import ModelJudge, read_labels
 from tunewell.features.compare.recommendation import recommend
 from tunewell.features.compare.subjects import ColumnSession, SearchedIndex, Subject
-from tunewell.features.retrieval.open_book_config import held_out_documents
-from tunewell.features.retrieval.search import Retriever, open_retriever
-from tunewell.features.retrieval.shown import Shown, key_finder, search_all
-from tunewell.features.retrieval.stores.base import shown_address
 from tunewell.inference.chat_model import open_without_weights
 from tunewell.inference.degeneration import fold
 from tunewell.inference.model_ref import ModelRef
@@ -39,16 +37,16 @@ def compare_answers(
     """Ask every model every question, alone and with each index, and compare the answers."""
     judge, judge_notes = _judge(options)
     subjects = _subjects(names)
-    opened = [(shown_address(address), open_retriever(address)) for address in dict.fromkeys(options.indexes)]
+    opened = [_open_index(address) for address in dict.fromkeys(options.indexes)]
     exam, notes = _exam(subjects, options, open_rows, progress)
     questions = [key.question for key in exam.keys]
     indexes = []
-    for name, (_, retriever) in zip(_index_names([address for address, _ in opened]), opened, strict=True):
-        notes += [*retriever.notes, *_tuning_notes(name, retriever, exam)]
+    for name, index in zip(_index_names([index.address for index in opened]), opened, strict=True):
+        notes += [*index.notes, *_tuning_notes(name, index, exam)]
         listen = with_stage(progress, f"searching {name}: {count(len(questions), 'question')}")
         finder = key_finder(exam.keys)
-        found = search_all(retriever, questions, finder, num_passages=options.num_passages, progress=listen)
-        indexes.append(SearchedIndex(name, retriever, found))
+        found = index.search_all(questions, finder, num_passages=options.num_passages, progress=listen)
+        indexes.append(SearchedIndex(name, index, found))
         if known := sum(_is_in(key.question, shown) for key, shown in zip(exam.keys, found.found, strict=True)):
             notes.append(
                 f"{count(known)} of {count(len(questions), 'question')} are in the documents word for word; if the "
@@ -65,6 +63,10 @@ def compare_answers(
     return replace(comparison, recommendation=recommend(comparison), keys=keys)
 
 
+def _open_index(address: str) -> PassageIndex:
+    return require_hook("retrieval", "open_index", needed_by="an index")(address)
+
+
 def _index_names(addresses: list[str]) -> list[str]:
     """Return the names of the indexes in columns: their folders, or their addresses if two have the same name."""
     if len(addresses) == 1:
@@ -73,9 +75,9 @@ def _index_names(addresses: list[str]) -> list[str]:
     return [name if names.count(name) == 1 else address for name, address in zip(names, addresses, strict=True)]
 
 
-def _tuning_notes(name: str, retriever: Retriever, exam: Exam) -> list[str]:
+def _tuning_notes(name: str, index: PassageIndex, exam: Exam) -> list[str]:
     """Return a note if the search settings were chosen on questions of the test."""
-    path = retriever.store.manifest.settings.questions
+    path = index.tuned_on
     known = 0 if path is None else _num_known([path], Path(), exam)
     if not known:
         return []
@@ -165,7 +167,10 @@ def _num_known(sources: Sequence[str | SourceConfig], base: Path, exam: Exam) ->
 def _book_notes(subject: Subject, indexes: list[SearchedIndex]) -> list[str]:
     """Return a note on the questions about documents that an open-book run was trained on."""
     ref = subject.ref
-    unseen = held_out_documents(ref.loaded) if ref is not None and ref.is_open_book else None
+    held_out_documents = find_hook("retrieval", "held_out_documents")
+    if held_out_documents is None or ref is None or not ref.is_open_book:
+        return []
+    unseen = held_out_documents(ref.loaded)
     if unseen is None:
         return []
     shown = [one for index in indexes[:1] for one in index.searched.found if one.right is not None]

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.features import find_hook
 from tunewell.core.files import make_private, require_output_path, stable_json, write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.redact import redact
 from tunewell.evaluation.columns import Column, ColumnComparison, CompareOptions, column_of, compare_columns
 from tunewell.evaluation.report.comparison import comparison_page
-from tunewell.features.retrieval.records import INDEX
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
 from tunewell.records.rundir import OUTCOME
@@ -70,7 +70,8 @@ def _with_index(subjects: Sequence[str | Path], options: CompareOptions) -> Comp
     """Return the options, with the index of this folder if none is named; raise UserError for only one column."""
     if options.indexes or len(subjects) > 1:
         return options
-    if (Path(DEFAULT_INDEX) / INDEX).is_file():
+    is_index = find_hook("retrieval", "is_index")
+    if is_index is not None and is_index(Path(DEFAULT_INDEX)):
         return replace(options, indexes=(DEFAULT_INDEX,))
     raise UserError(
         "there is nothing to compare with: no index, and no second run",

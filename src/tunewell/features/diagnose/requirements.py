@@ -11,7 +11,7 @@ import shlex
 
 from tunewell.features.diagnose.findings import Evidence
 from tunewell.features.diagnose.reading import Reading
-from tunewell.features.doctor.shield import matching_conflicts, read_shield
+from tunewell.machine.shield import matching_conflicts, read_shield
 
 _NEWEST = "9999"
 _MAX_CHARS = 200_000

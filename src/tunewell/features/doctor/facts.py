@@ -5,10 +5,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.machine.nvidia_smi import Gpu, SmiState
+from tunewell.model_files.checks import ModelState
 
 _COLLECTOR_SECONDS = 60
 
@@ -93,24 +94,6 @@ class Machine:
     shared_memory_bytes: int | None = None
     disks: Sequence[Disk] = ()
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
-
-
-@dataclass(frozen=True)
-class ModelState:
-    """A model on this machine, and what is wrong with its files."""
-
-    name: str
-    path: str | None
-    """None if it is not on this machine."""
-    is_configured: bool
-    """Whether the config or `--model` names it."""
-    origin: Literal["folder", "file", "hub", "other"] = "other"
-    damage: Sequence[tuple[str, str]] = ()
-    """File and problem: `model.safetensors`, `is a Git LFS pointer`."""
-    num_parameters: int | None = None
-    """Elements of its weight files; None if they are not on this machine."""
-    model_type: str | None = None
-    """`model_type` in its `config.json`."""
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from tunewell.features.doctor.facts import Python
+from tunewell.machine.shield import Level
 
-Level = Literal["broken", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("broken", "warning", "note")
 TRAINING = frozenset({"torch", "transformers", "safetensors", "tokenizers", "numpy", "pyarrow", "accelerate", "gguf"})
 """Packages that `tunewell train` imports."""

@@ -11,7 +11,6 @@ from tunewell.machine import machine as hardware
 from tunewell.machine.nvidia_smi import SmiAnswer, query_gpus
 from tunewell.machine.system import System
 
-_HUB_SECONDS = 3
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 _VARIABLES = (
     *("BNB_CUDA_VERSION", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT"),
@@ -37,23 +36,6 @@ def read_machine(folders: Mapping[str, Path], *, is_fast: bool = False, system: 
         disks=[disk for purpose, folder in folders.items() if (disk := _disk(purpose, folder))],
         variables={name: value for name in _VARIABLES if (value := system.variable(name))},
     )
-
-
-def hub_problem() -> str | None:
-    """Return why the hub cannot be reached, or None if it can. A proxy is trusted."""
-    import socket  # not needed in the fast part, whose imports count
-    import urllib.parse
-    import urllib.request
-
-    address = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if urllib.request.getproxies():
-        return None
-    try:
-        port = address.port or (80 if address.scheme == "http" else 443)
-        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
-    except (OSError, ValueError) as error:
-        return f"{address.hostname} cannot be reached ({getattr(error, 'strerror', None) or error})"
-    return None
 
 
 def _kernel_driver(text: str) -> str | None:

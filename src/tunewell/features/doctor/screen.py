@@ -38,7 +38,7 @@ def finding_lines(finding: "Finding") -> str:
 def known_good_screen(tool: str, *, as_json: bool) -> str:
     """Return the known-good sets of a tool, or those with a package; raise UserError if there are none."""
     from tunewell.core.errors import UserError
-    from tunewell.features.doctor.shield import known_good_sets, read_shield
+    from tunewell.machine.shield import known_good_sets, read_shield
 
     sets = known_good_sets(tool, read_shield())
     if not sets:

@@ -11,9 +11,9 @@ from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count, size_bytes
 from tunewell.features.doctor.facts import Environment, read_packages
 from tunewell.features.doctor.findings import TRAINING, Diagnosis, Finding
-from tunewell.features.doctor.machine import hub_problem, read_machine
+from tunewell.features.doctor.machine import read_machine
 from tunewell.features.doctor.registry import CHECKS, run_checks
-from tunewell.model_files.checks import hub_cache, read_models
+from tunewell.model_files.checks import hub_cache, hub_problem, read_models
 
 if TYPE_CHECKING:
     from tunewell.config.load import LoadedConfig

@@ -161,7 +161,7 @@ def _install_line(requirement: str) -> str:
 
 def _cells(section: str, values: dict[str, str]) -> list[dict[str, Any]]:
     """Return the cells of a section: its text, then its code."""
-    parts = _SECTION.split((Path(__file__).parents[1] / "integrations" / "notebook.md").read_text(encoding="utf-8"))
+    parts = _SECTION.split(Path(__file__).with_name("notebook.md").read_text(encoding="utf-8"))
     text = dict(zip(parts[1::2], parts[2::2], strict=True))[section]
     code = _CODE.search(text)
     markdown = _fill(_CODE.sub("", text), values)

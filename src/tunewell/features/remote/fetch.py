@@ -20,7 +20,7 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, is_disk_full, open_file
-from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.core.progress import DOWNLOADING, Progress, ProgressListener, silent
 from tunewell.core.units import size_bytes
 from tunewell.features.remote.cache import ObjectCache, cache_key
 from tunewell.features.remote.problems import is_temporary
@@ -34,7 +34,6 @@ _REPORT_SECONDS = 2.0
 """A reader that waits less long for a file reports its own progress only."""
 _POLL_SECONDS = 0.2
 _READ_BYTES = 1 << 20
-DOWNLOADING = "downloading"
 
 
 class _Stopped(Exception):

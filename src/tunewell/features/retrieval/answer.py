@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
-from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
+from tunewell.data.reading_prompt import NOT_FOUND, Passage, fit, is_refusal, reading_prompt
 from tunewell.data.rows.conversation import Message
-from tunewell.features.retrieval.passages import Passage
-from tunewell.features.retrieval.reading import best_sentence, check_claims, is_refusal
-from tunewell.features.retrieval.search import Found, Retriever, find_names
+from tunewell.features.retrieval.reading import best_sentence, check_claims
+from tunewell.features.retrieval.search import Found, Retriever, find_names, open_retriever
+from tunewell.inference.passages import IndexAnswer, Source
 
 _FOLLOW_UP_WORDS = 4
 _CONJUNCTION = re.compile(r"(?:and|or|but|und|oder|aber|et|ou|y|e|och|og|en|и|а)\b", re.IGNORECASE)
@@ -36,61 +35,6 @@ class Reader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Source:
-    """A passage that the model could read."""
-
-    number: int
-    file: str
-    heading: str
-    lines: str
-    text: str
-    score: float
-    is_cited: bool
-    quote: str
-    """The sentence that shares most words with the answer."""
-
-
-@dataclass
-class IndexAnswer:
-    """An answer with its sources."""
-
-    question: str
-    answer: str = ""
-    refused: bool = False
-    because: str = ""
-    """Why the question was refused."""
-    sources: list[Source] = field(default_factory=list[Source])
-    num_left_out: int = 0
-    """Number of passages that were found but did not fit in the context."""
-    warnings: list[str] = field(default_factory=list[str])
-    prompt: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the answer for `--json` and the server."""
-        return {
-            "question": self.question,
-            "answer": self.answer,
-            "refused": self.refused,
-            "because": self.because or None,
-            "sources": [
-                {
-                    "number": source.number,
-                    "file": source.file,
-                    "heading": source.heading,
-                    "lines": source.lines,
-                    "text": source.text,
-                    "quote": source.quote,
-                    "cited": source.is_cited,
-                    "score": round(source.score, 4),
-                }
-                for source in self.sources
-            ],
-            "left_out": self.num_left_out,
-            "warnings": self.warnings,
-        }
-
-
 class RetrievalChat:
     """Answers questions from an index with a model, one after the other, with follow-up questions."""
 
@@ -98,6 +42,11 @@ class RetrievalChat:
         self.finder = PassageFinder(retriever, num_passages)
         self.reader = reader
         self.answer = IndexAnswer("")
+
+    @property
+    def summary(self) -> str:
+        """The size of the index, for the first lines of `chat`."""
+        return self.finder.summary
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """Yield the answer as it is generated. `answer` is complete when the generator has ended."""
@@ -129,6 +78,16 @@ class RetrievalChat:
         except UserError:
             return False
         return True
+
+
+def open_chat(index: str, chat: Reader) -> RetrievalChat:
+    """Return a chat that answers from an index."""
+    return RetrievalChat(open_retriever(index), chat)
+
+
+def open_finder(index: str) -> "PassageFinder":
+    """Return the finder of an index, for a server."""
+    return PassageFinder(open_retriever(index))
 
 
 class PassageFinder:
@@ -182,19 +141,6 @@ def is_follow_up(question: str) -> bool:
     if len(question.split()) <= _FOLLOW_UP_WORDS or _CONJUNCTION.match(question.strip()):
         return True
     return _PRONOUN.search(question) is not None and not find_names(question)
-
-
-def fit(question: str, passages: Sequence[Passage], fits: Callable[[str], bool]) -> Sequence[Passage]:
-    """Return as many of the best passages as fit in the context together with an answer; raise UserError if none."""
-    for number in range(len(passages), 0, -1):
-        if fits(reading_prompt(question, passages[:number])):
-            return passages[:number]
-    best = passages[0]
-    raise UserError(
-        "no passage fits in the model's context, not even the best one",
-        where=f"{best.file}, {best.where or best.path}",
-        fix="use a model with a longer context, or ask a shorter question",
-    )
 
 
 def source_rows(found: Sequence[Found]) -> list[dict[str, Any]]:

@@ -23,9 +23,10 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import cache_folder, disk_full_as_user_error, make_private, open_file, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.documents import DocumentLedger, FoundFile, find_documents, parse, read_bytes
 from tunewell.features.retrieval.embedders.base import Embedder
-from tunewell.features.retrieval.passages import Passage, cut
+from tunewell.features.retrieval.passages import cut
 from tunewell.features.retrieval.readers.blocks import Unreadable
 from tunewell.features.retrieval.records import (
     DamagedIndex,

@@ -22,11 +22,10 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import make_private, sha256_text, write_atomic
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
-from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
+from tunewell.data.reading_prompt import NOT_FOUND, Passage, reading_prompt
 from tunewell.evaluation.answer_keys import AnswerKey
-from tunewell.features.retrieval.passages import Passage
+from tunewell.evaluation.passages import HasAnswer, key_finder
 from tunewell.features.retrieval.search import Retriever
-from tunewell.features.retrieval.shown import HasAnswer, key_finder
 
 UNANSWERABLE_SHARE = 0.25
 """The share of rows without the answering passage. Their reply is the refusal."""

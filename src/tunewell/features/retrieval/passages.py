@@ -6,9 +6,9 @@ about one college mentions the college's name in its title, and not in every sec
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import replace
 
+from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.documents import Document
 from tunewell.features.retrieval.readers.blocks import Block
 
@@ -19,48 +19,9 @@ _MAX_ROWS = 1_024
 _MIN_TEXT_TOKENS = 32
 """Space for text that remains below a long heading path."""
 _SENTENCE = re.compile(r"(?<=[.!?。！？])[\"'”’)\]]*\s+|(?<=[。！？])")
-_PATH = " > "
 
 TokenCounter = Callable[[list[str]], list[int]]
 """Return the number of tokens of each text, without special tokens."""
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A part of a document that is searched and shown as a whole."""
-
-    file: str
-    title: str
-    headings: tuple[str, ...]
-    """The headings above the text, without the title."""
-    text: str
-    lines: tuple[int, int] | None = None
-    page: int | None = None
-
-    @property
-    def path(self) -> str:
-        """The title and the headings, as shown to the user and the model: `Hazelquay College > Your application`."""
-        return _PATH.join((self.title, *self.headings))
-
-    @property
-    def searched(self) -> str:
-        """The text that is embedded and whose words are indexed."""
-        return f"{self.path}\n{self.text}"
-
-    @property
-    def key(self) -> str:
-        """The hash of the searched text. Equal passages are embedded and stored once."""
-        return sha256(self.searched.encode("utf-8", "replace")).hexdigest()
-
-    @property
-    def where(self) -> str:
-        """The lines or the page, for the list of sources; empty if unknown."""
-        if self.page is not None:
-            return f"page {self.page}"
-        if self.lines is None:
-            return ""
-        first, last = self.lines
-        return f"line {first}" if first == last else f"lines {first}-{last}"
 
 
 def cut(document: Document, *, count_tokens: TokenCounter, max_tokens: int) -> Iterator[Passage]:

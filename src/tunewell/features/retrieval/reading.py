@@ -4,11 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunewell.data.reading_prompt import NOT_FOUND
-from tunewell.features.retrieval.passages import Passage
+from tunewell.data.reading_prompt import CITATION, Passage
 
-CITATION = re.compile(r"\[\d{1,3}(?:\s*[,;]\s*\d{1,3})*\]")
-"""`[2]`, or `[1, 3]`."""
 _QUOTE = re.compile(r"[\"“„»]([^\"“”„«»\n]{12,400})[\"”«]")
 _MIN_QUOTED_WORDS = 3
 _SENTENCE = re.compile(r"(?<=[.!?。！？])\s+|\n\s*\n|\n(?=\s*(?:[-*+•|]|\d+[.)]|\w+:) )")
@@ -36,11 +33,6 @@ def check_claims(answer: str, passages: Sequence[Passage]) -> Claims:
         tuple(number for number in numbers if not 1 <= number <= len(passages)),
         tuple(quote for quote in quotes if not any(_squashed(quote) in text for text in texts)),
     )
-
-
-def is_refusal(answer: str) -> bool:
-    """Return True if the model says that the passages do not answer the question."""
-    return _squashed(answer).strip(" .!\"'").startswith(_squashed(NOT_FOUND).rstrip("."))
 
 
 def best_sentence(passage: Passage, answer: str, question: str) -> str:

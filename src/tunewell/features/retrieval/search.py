@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tunewell.core.errors import UserError
+from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.embedders.base import Embedder, open_embedder
-from tunewell.features.retrieval.passages import Passage
 from tunewell.features.retrieval.records import rebuild_command
 from tunewell.features.retrieval.stores.base import Hits, Store, open_store, shown_address
 from tunewell.features.retrieval.words import words

@@ -5,52 +5,17 @@ question 2   found: [b] [c]        removed: none             no passage contains
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.evaluation.answer_keys import AnswerKey
-from tunewell.evaluation.judge import contains_key
-from tunewell.features.retrieval.passages import Passage
-from tunewell.features.retrieval.search import Retriever
+from tunewell.evaluation.passages import HasAnswer, SearchedQuestions, Shown
+from tunewell.features.retrieval.records import INDEX
+from tunewell.features.retrieval.search import Retriever, open_retriever
+from tunewell.features.retrieval.stores.base import shown_address
 
 _CANDIDATES = 100
-
-HasAnswer = Callable[[int, Passage], bool | None]
-"""Return whether a passage answers a question, by the question's number; None if that is unknown."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """The passages for one question."""
-
-    passages: list[Passage]
-    right: list[bool] | None
-    """Whether each of the passages answers the question; None if that is unknown."""
-    is_refused: bool = False
-    """Whether the search refuses the question, so that no model is asked."""
-
-
-@dataclass(frozen=True)
-class SearchedQuestions:
-    """The passages for all questions of a test."""
-
-    found: list[Shown]
-    removed: list[Shown | None]
-    """The passages found without those that have the answer; None if no passage has it, or if that is unknown."""
-    seconds: float = 0.0
-    """Time of all searches, without those for `removed`."""
-
-
-def key_finder(keys: Sequence[AnswerKey]) -> HasAnswer:
-    """Return a function that looks for the answer key in a passage. A key like `yes` or a refusal cannot be found."""
-
-    def has_answer(number: int, passage: Passage) -> bool | None:
-        key = keys[number]
-        is_known = bool(key.accepted) and not (key.is_polar or key.is_refusal or key.is_final)
-        return contains_key(passage.text, key) if is_known else None
-
-    return has_answer
 
 
 def search_all(
@@ -87,3 +52,43 @@ def search_all(
         left, is_answerable = retriever.find(question, limit, vector=vector, hidden=gone)
         result.removed.append(Shown([one.passage for one in left], [False] * len(left), not is_answerable))
     return replace(result, seconds=seconds)
+
+
+class SearchableIndex:
+    """An index as `compare` uses it."""
+
+    def __init__(self, address: str) -> None:
+        """Open the index at an address; raise UserError if there is none."""
+        self.address = shown_address(address)
+        self._retriever = open_retriever(address)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user must know about the index."""
+        return list(self._retriever.notes)
+
+    @property
+    def seconds(self) -> float | None:
+        """Time to read and embed the documents; None if unknown."""
+        return self._retriever.store.manifest.seconds
+
+    @property
+    def tuned_on(self) -> str | None:
+        """The file with the questions on which the search settings were chosen, or None."""
+        return self._retriever.store.manifest.settings.questions
+
+    def search_all(
+        self,
+        questions: Sequence[str],
+        has_answer: HasAnswer,
+        *,
+        num_passages: int | None = None,
+        progress: ProgressListener = silent,
+    ) -> SearchedQuestions:
+        """Return the passages for all questions, with and without those that contain the answer."""
+        return search_all(self._retriever, questions, has_answer, num_passages=num_passages, progress=progress)
+
+
+def is_index(folder: Path) -> bool:
+    """Return True if there is an index in a folder."""
+    return (folder / INDEX).is_file()

@@ -12,9 +12,9 @@ import numpy as np
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.evaluation.passages import HasAnswer
 from tunewell.features.retrieval.records import SearchSettings
 from tunewell.features.retrieval.search import Retriever
-from tunewell.features.retrieval.shown import HasAnswer
 from tunewell.records.plan import Chosen
 
 _WEIGHTS = [round(0.1 * step, 1) for step in range(11)]

@@ -8,9 +8,8 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+from tunewell.core.features import require_hook
 from tunewell.core.optional import import_optional
-from tunewell.features.retrieval.answer import PassageFinder
-from tunewell.features.retrieval.search import open_retriever
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.model_ref import ModelRef
 from tunewell.training.signals import Signals
@@ -98,7 +97,7 @@ def open_server(
     with ExitStack() as undo:
         undo.callback(address.listener.close)
         model = open_chat_model(subject, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
-        finder = PassageFinder(open_retriever(index)) if index is not None else None
+        finder = require_hook("retrieval", "open_finder", needed_by="`--index`")(index) if index is not None else None
         add_passages = finder.add_passages if finder is not None else None
         served = ServedModel(model, name or api_name(subject), add_passages=add_passages)
         undo.pop_all()

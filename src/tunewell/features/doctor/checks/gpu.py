@@ -9,8 +9,8 @@ from packaging.version import InvalidVersion, Version
 from tunewell.core.units import size_bytes
 from tunewell.features.doctor.facts import Environment
 from tunewell.features.doctor.findings import Finding, pip_install
-from tunewell.features.doctor.shield import TorchWheel, read_shield
 from tunewell.machine.nvidia_smi import Gpu
+from tunewell.machine.shield import TorchWheel, read_shield
 
 _AMPERE = (8, 0)
 _FULL_SHARE = 0.2

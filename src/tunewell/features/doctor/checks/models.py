@@ -4,9 +4,10 @@ import shlex
 from collections.abc import Iterator
 
 from tunewell.core.units import size_bytes
-from tunewell.features.doctor.facts import Environment, ModelState
+from tunewell.features.doctor.facts import Environment
 from tunewell.features.doctor.findings import Finding
 from tunewell.model_files.catalogue import catalogue
+from tunewell.model_files.checks import ModelState
 
 _SHARE = 0.5
 """A suggested model takes at most this share of the memory: gradients, activations and the system need the rest."""

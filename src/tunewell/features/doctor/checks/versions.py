@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tunewell.features.doctor.facts import Environment
 from tunewell.features.doctor.findings import Finding, pip_install
-from tunewell.features.doctor.shield import matching_conflicts, read_shield
+from tunewell.machine.shield import matching_conflicts, read_shield
 
 
 def conflicts(facts: Environment) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json
 from tunewell.core.progress import ProgressListener
 from tunewell.core.registry import Entry, Registry
-from tunewell.features.retrieval.passages import Passage
+from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.records import IndexManifest, SearchSettings
 
 _SCHEMES = {"postgres": "postgresql"}

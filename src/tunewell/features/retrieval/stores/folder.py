@@ -42,7 +42,7 @@ from tunewell.core.files import (
 )
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener
-from tunewell.features.retrieval.passages import Passage
+from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.records import (
     INDEX,
     DamagedIndex,

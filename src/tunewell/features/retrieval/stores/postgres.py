@@ -27,7 +27,7 @@ import numpy as np
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener
-from tunewell.features.retrieval.passages import Passage
+from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.records import DamagedIndex, IndexManifest, SearchSettings
 from tunewell.features.retrieval.stores.base import Hits, IndexedDocument, StoredPassages, parse_passage
 from tunewell.features.retrieval.stores.postgres_connection import (

@@ -1,4 +1,4 @@
-"""`tunewell.index`, `tunewell.ask` and `tunewell.compare`: answer from documents, and compare that with training."""
+"""`tunewell.compare`: compare training with answering from documents, and runs with each other."""
 
 from collections.abc import Sequence
 from html import escape
@@ -6,22 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.features.compare.workflow import RunComparison
-from tunewell.features.retrieval.answer import IndexAnswer
-from tunewell.features.retrieval.index_workflow import IndexResult
 from tunewell.library.functions import data_paths
 from tunewell.library.progress import Show, shown
-from tunewell.library.results import TrainResult, as_result, html_table
-
-
-class Answer(IndexAnswer):
-    """The result of `tunewell.ask`: `answer`, `refused`, and `sources` with file, heading, lines, text and score."""
-
-    def __repr__(self) -> str:
-        return f"Answer({self.answer!r}, refused={self.refused}, sources={len(self.sources)})"
-
-    def _repr_html_(self) -> str:
-        rows = [(f"[{one.number}] {one.heading}", f"{one.file}, {one.lines}: {one.quote}") for one in self.sources]
-        return f"<p>{escape(self.answer)}</p>{html_table(rows)}"
+from tunewell.library.results import TrainResult, as_result
 
 
 class ComparisonResult(RunComparison):
@@ -51,56 +38,6 @@ class ComparisonResult(RunComparison):
         text = "" if advice is None else f"<p><b>{escape(advice.column or 'no recommendation')}</b>: "
         text += "" if advice is None else f"{escape(advice.because)}</p>"
         return f"<table style='text-align:left'><tr><th></th>{head}</tr>{lines}</table>{text}"
-
-
-def index(
-    documents: str | Path | Sequence[str | Path],
-    *,
-    out: str | Path = "index",
-    questions: str | Path | None = None,
-    embedder: str = "minilm",
-    language: str = "auto",
-    progress: Show = True,
-) -> IndexResult:
-    """Make documents searchable, or update an index. The search settings are chosen on `questions`, training rows."""
-    from tunewell.features.retrieval.index_workflow import index as run_index
-
-    paths = [documents] if isinstance(documents, str | Path) else documents
-    with shown(progress) as show:
-        return run_index(
-            [str(path) for path in paths],
-            str(out),
-            embedder=embedder,
-            language=language,
-            questions=None if questions is None else str(questions),
-            progress=show,
-        )
-
-
-def ask(
-    question: str,
-    *,
-    index: str | Path = "index",
-    model: str | Path | TrainResult | None = None,
-    num_passages: int | None = None,
-    max_new_tokens: int = 256,
-    device: str = "auto",
-) -> Answer:
-    """Answer a question from an index with a model: a run, an adapter, a model, a `.gguf` file or `URL#MODEL`.
-
-    The index and the model are opened for each call. Raises UserError if one of them is missing.
-    """
-    from tunewell.features.retrieval.ask_workflow import open_retrieval_chat
-    from tunewell.inference.chat import ChatOptions
-
-    path = model.run if isinstance(model, TrainResult) else model
-    name = None if path is None else str(path)
-    chat = open_retrieval_chat(
-        str(index), name, ChatOptions(length=max_new_tokens), device=device, num_passages=num_passages
-    )
-    for _ in chat.ask(question):
-        pass
-    return as_result(Answer, chat.answer)
 
 
 def compare(

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from tunewell.features.doctor.findings import Level
-
+Level = Literal["broken", "warning", "note"]
 SHIELD = Path(__file__).with_name("shield.toml")
 
 

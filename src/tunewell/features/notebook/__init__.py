@@ -1,0 +1,1 @@
+"""Write a Colab notebook that trains a config on a GPU."""

@@ -1,0 +1,1 @@
+"""Train with every combination of some settings, and name the best run."""
