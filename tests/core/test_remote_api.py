@@ -25,7 +25,12 @@ def answering(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
             with contextlib.suppress(OSError):
                 connection, _ = listener.accept()
                 with connection:
+                    # Bytes that are not read when a connection is closed make it end with a reset.
+                    connection.settimeout(0.2)
                     received.append(connection.recv(65_536))
+                    with contextlib.suppress(TimeoutError):
+                        while not received[-1].endswith(b"}") and (more := connection.recv(65_536)):
+                            received[-1] += more
                     connection.sendall(answer)
 
     thread = threading.Thread(target=serve, daemon=True)

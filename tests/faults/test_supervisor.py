@@ -234,7 +234,7 @@ def test_the_command_tells_its_code_before_it_prints(
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"question": "q", "answer": "a"}\n', encoding="utf-8")
     Path("tunewell.yaml").write_text("model: preset:tiny-1m\ndata: rows.jsonl\n", encoding="utf-8")
-    result = SimpleNamespace(exit_code=3, as_json=dict)
+    result = SimpleNamespace(status="finished", exit_code=3, as_json=dict)
     monkeypatch.setitem(sys.modules, "tunewell.workflows.train", SimpleNamespace(run_training=lambda *_, **__: result))
     out_read, out_write = os.pipe()
     if not is_read:

@@ -138,7 +138,7 @@ def test_a_run_saves_what_compiling_cost_and_saved() -> None:
 def test_what_another_process_would_build_has_the_first_layers_of_the_model() -> None:
     config = Gemma3TextConfig(num_hidden_layers=26, layer_types=["sliding_attention"] * 5 + ["full_attention"] * 21)
     train = Config.model_validate({"method": {"rank": 8}})
-    values = {"model": SimpleNamespace(config=config, dtype=torch.bfloat16), "may_use_graphs": True}
+    values = {"model": SimpleNamespace(config=config, dtype=torch.bfloat16, modules=list), "may_use_graphs": True}
     method, precision = SimpleNamespace(value="lora"), SimpleNamespace(value="bf16")
     plan = SimpleNamespace(method=method, precision=precision, quantized=None)
     run: Any = SimpleNamespace(learner=_learner(**values), config=train, plan=plan)
