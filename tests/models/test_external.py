@@ -220,6 +220,6 @@ def test_a_key_map_may_be_absent_but_not_unreadable(tmp_path, monkeypatch):
     assert find_key_map(tmp_path / "m.pt") == KeyMap()
     (tmp_path / "m.keys.json").touch()
     denied = lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "denied"))  # noqa: E731
-    monkeypatch.setattr("tunewell.models.external.read_bytes", denied)
+    monkeypatch.setattr("tunewell.model_files.facts.read_text", denied)
     with pytest.raises(UserError, match="cannot be read: denied"):
         find_key_map(tmp_path / "m.pt")
