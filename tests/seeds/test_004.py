@@ -183,4 +183,4 @@ def test_his_model_of_23m_goes_from_shards_to_a_verdict(project):
     ended = outcome(project / "run")
     assert ended["status"] == "finished" and ended["last_loss"] < ended["first_loss"]
     assert "checked before step 1" in told
-    run(project, "export", "run", "--to", "adapter,merged")
+    run(project, "export", "run", "--to", "merged")
