@@ -14,7 +14,6 @@ from tunewell.cli.main import COMMANDS, main
 from tunewell.cli.options import train_command
 from tunewell.cli.render import cell_width, emit_error, ending, folded_table, hanging
 from tunewell.core.errors import UserError
-from tunewell.features.remote.command import _screen as push_screen
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -131,6 +130,8 @@ def test_the_end_of_a_name_fits_its_columns() -> None:
 
 
 def test_the_files_of_a_push_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tunewell.features.remote.command import _screen as push_screen
+
     monkeypatch.setenv("COLUMNS", "60")
     files = {f"gguf/{'long-name-' * 6}.q4_k_m.gguf": 123_456_789, "README.md": 1_200}
     pushed = SimpleNamespace(files=files, notes=[], pushed=None, folder="out", to="s3://bucket/name")

@@ -12,7 +12,6 @@ from tunewell.cli.screens import chat as chat_screen
 from tunewell.cli.screens.verdict import _growth
 from tunewell.data.templates.chat_template import ChatTemplate
 from tunewell.evaluation.report.view import perplexity_change
-from tunewell.features.hf_callback.callback import advice
 from tunewell.methods.peft_format import suggest_names
 from tunewell.records.report import LossPair
 from tunewell.runs.resolve import resolve_model
@@ -63,12 +62,6 @@ def test_the_current_folder_has_a_name(tiny_model: Path, monkeypatch: pytest.Mon
     """Guards against `validate .`, which named an empty path in its error."""
     monkeypatch.chdir(tiny_model)
     assert resolve_model(".").name == tiny_model.name
-
-
-def test_a_run_in_fp32_is_not_advised_to_train_in_fp32() -> None:
-    assert "fp32" in advice("not-finite", "gradient of `x`")
-    assert "fp32" not in advice("not-finite", "gradient of `x`", is_fp32=True)
-    assert "max_grad_norm" in advice("not-finite", "output of `x`", is_fp32=True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import tunewell
 from corpora import write_sums
 from forked import run_command
 from parrots import write_parrot
-from tunewell.features.diagnose.diagnose import diagnose_paths
 from tunewell.inference.decoder import Generated
 from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing
@@ -216,6 +215,8 @@ def test_the_run_stops_with_the_evidence(tmp_path: Path, tiny_model: Path, says:
     assert (entry.step, entry.action) == (4, "stop")
     assert done.stdout.rstrip().endswith("next: `tunewell diagnose run`")
     assert "`tunewell diagnose .`" in (tmp_path / "run" / "README.md").read_text()
+    from tunewell.features.diagnose.diagnose import diagnose_paths
+
     [named, *_] = diagnose_paths([tmp_path / "run"]).findings
     assert named.id == "degenerate-answers" and named.evidence[0].file == "healing.jsonl"
     assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir(), "the model can be examined"

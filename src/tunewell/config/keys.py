@@ -135,7 +135,7 @@ def _takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin in (Union, UnionType):
         return ", or ".join(_takes(part, metadata) for part in parts)
     if origin is Literal or any(isinstance(marker, OneOf) for marker in metadata):
-        *most, last = (f"`{name}`" for name in _choices(annotation, metadata))
+        *most, last = [f"`{name}`" for name in _choices(annotation, metadata)] or ["nothing: no feature adds a value"]
         return f"{', '.join(most)} or {last}" if most else last
     if origin is tuple:
         is_sources = _section_in(parts[0]) is not None

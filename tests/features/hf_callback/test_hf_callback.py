@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from forked import in_child
 from tunewell import HealthCallback, UserError
 from tunewell.features.diagnose.readers import read_log, read_run
-from tunewell.features.hf_callback.callback import HealthStop, TrainedLoss
+from tunewell.features.hf_callback.callback import HealthStop, TrainedLoss, advice
 from tunewell.features.hf_callback.signals import SignalRecorder, locate_fault
 from tunewell.records.events import read_events
 from tunewell.records.healing import read_healing
@@ -596,3 +596,9 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     with warnings.catch_warnings(), pytest.raises(UserError, match="cannot write to"):
         Loop(HealthCallback(folder=tmp_path / "file" / "health"), tmp_path)
+
+
+def test_a_run_in_fp32_is_not_advised_to_train_in_fp32() -> None:
+    assert "fp32" in advice("not-finite", "gradient of `x`")
+    assert "fp32" not in advice("not-finite", "gradient of `x`", is_fp32=True)
+    assert "max_grad_norm" in advice("not-finite", "output of `x`", is_fp32=True)

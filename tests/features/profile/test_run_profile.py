@@ -11,7 +11,7 @@ from tunewell.features.profile.bottlenecks import covered_share, find_bottleneck
 from tunewell.features.profile.finished import read_profile
 from tunewell.records.plan import write_plan
 
-OLD = Path(__file__).parents[1] / "compat" / "written_by_0_1_0" / "run_finished"
+OLD = Path(__file__).parents[2] / "compat" / "written_by_0_1_0" / "run_finished"
 
 
 def _write_run(folder: Path, steps: list[dict[str, Any]], **plan: Any) -> Path:
