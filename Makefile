@@ -18,7 +18,7 @@ TRL_PINS := transformers==4.57.3 trl==0.26.1
 # Without compiled bytecode each process that a test starts compiles transformers again, which takes 2 to 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts demo bench clean
+.PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts without-features demo bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ docs: setup ## write the generated pages: docs/map.md and docs/reference/
 
 counts: setup ## how large the code is, how many functions a training step enters, and what grew
 	$(BIN)/python tests/house/counts.py
+
+without-features: setup ## the delete test: types, contracts, pages and collection without each feature
+	$(BIN)/python tests/house/without_features.py
 
 demo: setup ## the whole bundled example: init, inspect, prepare, train, validate, chat
 	@$(BIN)/python examples/college/demo.py
