@@ -50,7 +50,7 @@ _HOMES = {
     "train": "tunewell.library.functions",
     "validate": "tunewell.library.functions",
 }
-"""The module of each public name of the spine; `core/features.py` has those of features.
+"""The module of each public name of the spine; `core/features.toml` has those of features.
 
 Modules are imported on first use, so that `import tunewell` is fast.
 """
@@ -62,12 +62,12 @@ def __getattr__(name: str) -> Any:
     elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
     else:
-        from tunewell.core.features import function_modules
+        from tunewell.core.features import modules
 
-        modules = function_modules() if name in __all__ else {}
-        if name not in modules:
+        found = modules("functions") if name in __all__ else {}
+        if name not in found:
             raise AttributeError(f"module 'tunewell' has no attribute {name!r}")
-        value = getattr(import_module(modules[name]), name)
+        value = getattr(import_module(found[name]), name)
     globals()[name] = value
     return value
 

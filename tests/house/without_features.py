@@ -4,7 +4,6 @@
 once): types, import contracts, generated pages and the collection of all tests.
 """
 
-import ast
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_TABLE = Path("src/tunewell/core/features.py")
+_TABLE = Path("src/tunewell/core/features.toml")
 _CHECKS = {
     "pages": ("python", "docs/generate.py"),
     "types": ("pyright",),
@@ -33,19 +32,11 @@ def remove_feature(root: Path, name: str) -> None:
     for folder in (root / "src/tunewell/features" / name, root / "tests/features" / name):
         shutil.rmtree(folder, ignore_errors=True)
     table = root / _TABLE
-    text = table.read_text(encoding="utf-8")
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    entry = next(call for call in calls if getattr(call.func, "id", "") == "_feature" and _first(call) == name)
-    lines = text.splitlines(keepends=True)
-    del lines[entry.lineno - 1 : entry.end_lineno]
-    table.write_text("".join(lines), encoding="utf-8")
+    parts = re.split(r"^(?=\[\w+\]$)", table.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    table.write_text("".join(part for part in parts if not part.startswith(f"[{name}]")), encoding="utf-8")
     for file in (root / ".importlinter", root / "src/tunewell/__init__.py"):
         kept = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if not _names(line, name)]
         file.write_text("".join(kept), encoding="utf-8")
-
-
-def _first(call: ast.Call) -> object:
-    return call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
 
 
 def _names(line: str, name: str) -> bool:

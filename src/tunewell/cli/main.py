@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 
 from tunewell.cli.render import RedactedStream, emit, emit_error, folded_table, hanging, json_text
 from tunewell.core.errors import SharedError, UserError, close_names, did_you_mean
-from tunewell.core.features import command_modules, find_hook
+from tunewell.core.features import find_hook, modules
 from tunewell.core.files import explain_os_error
 from tunewell.core.redact import redact
 
@@ -27,7 +27,7 @@ _ORDER = (
     "serve index ask diagnose doctor explain glossary schema"
 )
 _SPINE = "models init inspect prepare plan train runs validate export verify chat explain glossary schema"
-_MODULES = {name: f"tunewell.cli.commands.{name}" for name in _SPINE.split()} | command_modules()
+_MODULES = {name: f"tunewell.cli.commands.{name}" for name in _SPINE.split()} | modules("commands")
 COMMANDS = tuple(sorted(_MODULES.items(), key=lambda one: [*_ORDER.split(), one[0]].index(one[0])))
 """Each command, in the order of a typical project, and the module with its `command` function."""
 

@@ -43,10 +43,6 @@ class Registry(Generic[E]):
         """Return the names in declaration order."""
         return tuple(self._entries)
 
-    def entries(self) -> tuple[E, ...]:
-        """Return the entries in declaration order."""
-        return tuple(self._entries.values())
-
     def load(self, name: str) -> Any:
         """Import the module of an entry and return the object at its import path."""
         return load_path(self.entry(name).path)
