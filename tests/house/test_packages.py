@@ -50,6 +50,8 @@ print(json.dumps(loaded))
 def _modules_of(package: str) -> list[str]:
     path = PACKAGE / package
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    # The command and the screen of a feature print, so they import rich and typer.
+    files = [file for file in files if file.stem not in ("command", "screen", "fallback")]
     parts = [file.relative_to(PACKAGE.parent).with_suffix("").parts for file in files]
     return [".".join(part).removesuffix(".__init__") for part in parts]
 

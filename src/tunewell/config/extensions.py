@@ -5,8 +5,10 @@ implementation, write its file (see `docs/extending.md`) and add one line here. 
 names does not import torch.
 """
 
+import tomllib
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from tunewell.core.features import extension_entries
 from tunewell.core.registry import Entry, Registry
@@ -89,115 +91,18 @@ class FormatEntry(Entry):
     """A regular expression that matches in the first 64 KiB of a file of this format."""
 
 
-_ROWS = "tunewell.data.rows"
-_EXPORTS = "tunewell.data.sources.exports"
-_SYSTEM = ("system", "system_prompt")
-_MESSAGES = ("messages", "conversations", "conversation", "tools", "functions", *_SYSTEM)
-_EXTRA = ("input", "context", *_SYSTEM)
-FORMATS: Registry[FormatEntry] = Registry(
-    "row format",
-    [
-        FormatEntry("auto", "detected from the column names", ""),
-        FormatEntry(
-            "alpaca",
-            "`instruction`, `input`, `output`",
-            f"{_ROWS}.formats:convert_alpaca",
-            uses=("instruction", "output", *_EXTRA),
-        ),
-        FormatEntry(
-            "alpaca_prompt",
-            "`alpaca`, with the text of the public Alpaca prompt in the question (`### Instruction:`, `### Input:`)",
-            f"{_ROWS}.formats:convert_alpaca_prompt",
-            uses=("instruction", "input", "output", *_SYSTEM),
-        ),
-        FormatEntry(
-            "dolly",
-            "`instruction`, `context`, `response`",
-            f"{_ROWS}.formats:convert_dolly",
-            uses=("instruction", "response", *_EXTRA),
-        ),
-        FormatEntry(
-            "question_answer",
-            "`question` (or `query`, `problem`, ...) and `answer` (or `solution`, `response`, ...)",
-            f"{_ROWS}.formats:convert_question_answer",
-            uses=_EXTRA,
-        ),
-        FormatEntry(
-            "prompt_completion",
-            "`prompt`, `completion`: texts or lists of messages",
-            f"{_ROWS}.formats:convert_prompt_completion",
-            uses=("prompt", "completion", "tools", *_SYSTEM),
-        ),
-        FormatEntry(
-            "messages",
-            "`messages`: a list of `role` and `content`",
-            f"{_ROWS}.formats:convert_messages",
-            uses=_MESSAGES,
-        ),
-        FormatEntry(
-            "sharegpt",
-            "`conversations`: a list of `from` and `value`",
-            f"{_ROWS}.formats:convert_messages",
-            uses=_MESSAGES,
-        ),
-        FormatEntry("text", "`text`, supervised as a whole", f"{_ROWS}.formats:convert_text", uses=("text",)),
-        FormatEntry(
-            "classification",
-            "a text and its `label`: the question names all labels, and the label is the answer",
-            f"{_ROWS}.classification:convert_classification",
-        ),
-        FormatEntry(
-            "preference",
-            "`chosen` and `rejected`: the chosen reply is supervised",
-            f"{_ROWS}.preference:convert_preference",
-            columns=("chosen", "rejected"),
-            uses=("prompt", "question", "instruction", "query", "input", "tools", *_SYSTEM),
-        ),
-        FormatEntry(
-            "unpaired_preference",
-            "`prompt`, `completion` and `label`: completions with the label `false` are dropped",
-            f"{_ROWS}.preference:convert_unpaired",
-            columns=("prompt", "completion", "label"),
-            uses=("tools", *_SYSTEM),
-        ),
-        FormatEntry(
-            "openassistant",
-            "trees of messages with ranked replies (see `paths`)",
-            f"{_EXPORTS}.openassistant:read",
-            files=("json", "jsonl"),
-            head=r'"message_id"\s*:.*"role"\s*:\s*"prompter"',
-        ),
-        FormatEntry(
-            "chatgpt",
-            "the data export of ChatGPT, `conversations.json` or the `.zip`",
-            f"{_EXPORTS}.chatgpt:read",
-            files=("json", "jsonl"),
-            head=r'"mapping"\s*:\s*\{.*"author"\s*:',
-        ),
-        FormatEntry(
-            "claude",
-            "the data export of Claude, `conversations.json` or the `.zip`",
-            f"{_EXPORTS}.claude:read",
-            files=("json", "jsonl"),
-            head=r'"chat_messages"\s*:\s*\[.*"sender"\s*:',
-        ),
-        FormatEntry(
-            "telegram",
-            "the JSON export of Telegram, `result.json` (see `assistant`)",
-            f"{_EXPORTS}.telegram:read",
-            files=("json",),
-            head=r'"date_unixtime"\s*:\s*"\d+",\s*"(?:from|actor|edited)|"personal_information".*"date_unixtime"'
-            r'|"date"\s*:\s*"[^"]*",\s*"from"\s*:\s*"[^"]*",\s*"from_id"',
-        ),
-        FormatEntry(
-            "whatsapp",
-            "the text export of a WhatsApp chat, `_chat.txt` or the `.zip` (see `assistant`)",
-            f"{_EXPORTS}.whatsapp:read",
-            files=("txt",),
-            head=r"\A[\u200e\ufeff]*\[?\d{1,4}[./-]\d{1,2}[./-]\d{2,4},?\s\d{1,2}[:.]\d{2}[^\n]{0,12}?(?:\]|\s-)\s",
-        ),
-    ],
-)
+def _formats() -> list[FormatEntry]:
+    table: dict[str, dict[str, Any]] = tomllib.loads(
+        Path(__file__).with_name("formats.toml").read_text(encoding="utf-8")
+    )
+    lists = ("columns", "uses", "files")
+    return [
+        FormatEntry(name, **{key: tuple(value) if key in lists else value for key, value in entry.items()})
+        for name, entry in table.items()
+    ]
+
+
+FORMATS: Registry[FormatEntry] = Registry("row format", _formats())
 
 
 _TARGETS = "tunewell.export.targets"
