@@ -209,7 +209,7 @@ def _without_hashes(index: Path) -> None:
 
 
 def test_a_flipped_bit_in_any_file_is_an_error_and_indexing_again_repairs_it(index, tmp_path):
-    """`ask` quoted a changed passage without a word, and `index` took it over as unchanged."""
+    """`ask` quoted a changed passage without a warning, and `index` took it over as unchanged."""
     docs, text = str(tmp_path / "docs"), content_of(str(index))
     paths = [path for path in sorted(index.rglob("*")) if path.is_file() and path.stat().st_size]
     assert len(paths) > 10

@@ -20,7 +20,7 @@ _SMALL_SHARE = 0.01
 _SHOWN_CARDS = 5
 _BAR = 20
 _MUCH_HOST = 4 << 30
-_NONE_FITS = "no change of the settings makes it fit, nor all of them together"
+_NONE_FITS = "no change of settings makes it fit, not even all of them together"
 _CHOICES = {
     "train": "train",
     "retrieve": "retrieve instead of training",
