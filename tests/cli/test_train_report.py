@@ -327,7 +327,7 @@ def test_a_launcher_sees_a_failure_only_if_the_training_failed(
 def test_a_run_that_has_ended_ends_at_once_when_a_launcher_restarts_it(
     trained, monkeypatch, tmp_path, capsys, status, verdict, restarts, flags, expected
 ):
-    """The restarted processes of a finished run waited for each other until they were killed."""
+    """The restarted processes of a finished run waited for each other and never ended."""
     monkeypatch.chdir(tmp_path)
     _end_run(tmp_path / "run", status, verdict)
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():

@@ -82,7 +82,7 @@ def test_a_pipe_or_a_device_is_refused_and_never_waited_for(act, kind, tmp_path)
 
 
 def test_a_reader_that_tolerates_damage_tolerates_a_pipe(tmp_path):
-    """One run with a pipe must not hide the others in a list of runs."""
+    """A pipe in one run must not hide the other runs in the list."""
     os.mkfifo(tmp_path / "report.json")
     with pytest.raises(OSError, match="pipe") as caught:
         read_bytes(tmp_path / "report.json")

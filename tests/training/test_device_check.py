@@ -101,7 +101,7 @@ def test_a_device_whose_results_differ_is_not_used(
 
 
 def test_a_model_that_does_not_fit_twice_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An Apple GPU has no memory of its own: a copy for the CPU would have pushed the run into the swap."""
+    """An Apple GPU shares the main memory: a second copy for the CPU would have used swap."""
     monkeypatch.setattr(device_check, "cpu_facts", lambda: replace(cpu_facts(), free_bytes=1000))
     run, kind = _checked(tmp_path)
     assert kind == "mps" and "a second copy of the model needs" in _notes(run) and "1,000 bytes are free" in _notes(run)
