@@ -150,7 +150,7 @@ def _refuse_compiler(*_: Any, **__: Any) -> Any:
 
 @contextmanager
 def mps_on_cpu(change: _Change | None = None, *, memory_bytes: int = _MEMORY_BYTES) -> Iterator[None]:
-    """Give this process an Apple GPU. `change` may replace the result of an operator there, as a bug would."""
+    """Simulate an Apple GPU in this process. `change` may replace the result of an operator, as a bug would."""
     functions = {
         "recommended_max_memory": lambda: memory_bytes,
         "driver_allocated_memory": lambda: 1 << 20,

@@ -324,17 +324,17 @@ def test_a_launcher_sees_a_failure_only_if_the_training_failed(
         ("stopped", None, 1, ["--strict"], 4),
     ],
 )
-def test_a_launcher_that_starts_an_ended_run_again_is_told_at_once(
+def test_a_run_that_has_ended_ends_at_once_when_a_launcher_restarts_it(
     trained, monkeypatch, tmp_path, capsys, status, verdict, restarts, flags, expected
 ):
-    """The restarted processes of a finished run waited for each other until they were killed."""
+    """The restarted processes of a finished run waited for each other and never ended."""
     monkeypatch.chdir(tmp_path)
     _end_run(tmp_path / "run", status, verdict)
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():
         monkeypatch.setenv(name, value)
     calls = trained(None)
     assert main(["train", *flags]) == expected
-    assert "nothing to train: `run` has ended: a reason" in capsys.readouterr().out
+    assert "`run` has already ended (a reason)" in capsys.readouterr().out
     assert main(["train", "--json", *flags]) == expected
     assert json.loads(capsys.readouterr().out)["verdict"] == verdict
     monkeypatch.setenv("RANK", "1")  # it has no verdict, as when the run ended
@@ -342,8 +342,8 @@ def test_a_launcher_that_starts_an_ended_run_again_is_told_at_once(
     assert capsys.readouterr().out == "" and calls == []
 
 
-def test_a_run_that_was_stopped_goes_on_if_a_person_asks(trained, monkeypatch, tmp_path):
-    """`--resume` after a disk was cleared is no restart by a launcher; nor is another setting."""
+def test_a_stopped_run_continues_with_resume(trained, monkeypatch, tmp_path):
+    """`--resume` after a disk was cleared is not a restart by a launcher; nor is a changed setting."""
     monkeypatch.chdir(tmp_path)
     _end_run(tmp_path / "run", "stopped", None)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -169,7 +169,9 @@ def test_a_method_that_does_not_exist_here_is_refused_with_the_nearest_one(name,
     """The list of the three methods did not say what to do."""
     message = refusal({"method": {"kind": name}})
     assert (
-        f"`method.kind: {name}` is not a setting" in message and instead in message and "method.kind: lora" in message
+        f"`method.kind: {name}` is not a tunewell setting" in message
+        and instead in message
+        and "method.kind: lora" in message
     )
 
 
@@ -183,7 +185,7 @@ def test_settings_that_contradict_the_name_of_a_method_are_a_mistake():
 
 
 def test_every_name_of_a_method_gives_a_valid_config():
-    """A mistake in the table would be a crash for whoever writes that name."""
+    """A mistake in the table would be a crash for users of that name."""
     names = json.loads(Path(foreign.__file__).with_name("method_names.json").read_text(encoding="utf-8"))["names"]
     for name, own in names.items():
         if isinstance(own, str):
@@ -211,7 +213,7 @@ def test_every_name_of_a_method_gives_a_valid_config():
     ],
 )
 def test_a_value_with_one_meaning_is_taken(given, key, value):
-    """A flat config of another tool says `method: lora`; its author means `method.kind`."""
+    """In flat configs of other tools, `method: lora` means `method.kind`."""
     section, name = key.split(".")
     assert getattr(getattr(load(given).config, section), name) == value
 
@@ -241,7 +243,7 @@ def test_a_value_in_place_of_a_section_is_the_problem(text, said, tmp_path):
 
 
 def test_every_section_names_a_value_in_its_place():
-    """A rule for each section name, also for those that a later version adds."""
+    """Every section has an answer, also those that a later version adds."""
     sections = [key for key in all_keys().values() if key.is_section]
     for key in sections:
         for value in (3, True, "x", ["x"]):
@@ -274,11 +276,11 @@ def test_a_dump_of_sft_config_needs_two_changes():
     loaded = load({name: value for name, value in dump.items() if name not in told})
     assert (loaded.config.packing.context_length, loaded.config.train.learning_rate) == (128, 1e-4)
     [note] = loaded.notes
-    assert note.startswith("not used, and without effect here: ") and " more" in note
+    assert note.startswith("ignored, because they change nothing in tunewell: ") and " more" in note
 
 
 @pytest.mark.parametrize("name", ["rll", "num_gpu_cards", "model_kind", "training_params", "strictness", "batch_sizes"])
-def test_a_guess_is_offered_only_for_a_slip(name):
+def test_a_guess_is_offered_only_for_a_typo(name):
     """`rl` was answered with `method.rank`, and `num_gpus` with `train.epochs`."""
     assert "did you mean" not in refusal({name: 1})
 
@@ -286,7 +288,7 @@ def test_a_guess_is_offered_only_for_a_slip(name):
 @pytest.mark.parametrize(
     ("name", "meant"), [("learn_rate", "train.learning_rate"), ("modle", "model"), ("sed", "seed")]
 )
-def test_a_slip_is_answered_with_the_key(name, meant):
+def test_a_typo_is_answered_with_the_key(name, meant):
     assert f"did you mean `{meant}`?" in refusal({name: 1})
 
 

@@ -50,7 +50,7 @@ def test_every_key_named_in_the_glossary_exists():
 
 
 def test_every_test_named_beside_a_seed_exists():
-    """A table of what was solved is only worth something while its tests exist."""
+    """A table of solved problems is of use only while its tests exist."""
     page = (DOCS / "seeds.md").read_text(encoding="utf-8")
     root = DOCS.parent
     for part in page.split("\n## ")[1:]:

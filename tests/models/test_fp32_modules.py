@@ -1,4 +1,4 @@
-"""Embeddings and heads in fp32 inside a 16-bit model: the borders, against the model that transformers computes."""
+"""Embeddings and heads in fp32 inside a 16-bit model, compared with transformers."""
 
 from collections.abc import Callable
 

@@ -172,7 +172,7 @@ def test_the_error_of_train_names_what_fits(load: Load) -> None:
     assert "method.quantize=nf4" in (caught.value.fix or "") and "--set" in (caught.value.fix or "")
     with pytest.raises(UserError, match="does not fit") as caught:
         planner(load, "70b").on_card(find_card("t4")).require_fit()
-    assert "no change of the settings is enough" in (caught.value.fix or "")
+    assert "no change of settings is enough" in (caught.value.fix or "")
 
 
 def test_settings_that_lora_resets_are_the_defaults() -> None:

@@ -73,7 +73,7 @@ def test_patience_without_held_out_rows_has_no_effect():
 
 
 def test_settings_of_an_adapter_have_no_effect_on_full_fine_tuning():
-    """`modules_to_save` and `rank` were ignored without a word."""
+    """`modules_to_save` and `rank` were ignored without a warning."""
     given = MethodSettings(kind="full", rank=8, layers=(0,), modules_to_save=("lm_head",))
     found = list(settings_without_effect(Config(method=given), 5))
     assert [note.partition("`")[2].partition("`")[0] for note in found] == ["method.rank", "method.modules_to_save"]

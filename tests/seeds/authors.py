@@ -1,4 +1,4 @@
-"""What the five authors start from: rows, models and commands, rebuilt in small."""
+"""The rows, models and commands of the five authors, rebuilt at a small scale."""
 
 import json
 import re

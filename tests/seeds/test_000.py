@@ -9,7 +9,7 @@ from authors import findings, outcome, questions, run, write_gemma, write_jsonl
 import tunewell
 from tunewell.data.tokenizers.load import load_tokenizer
 
-# His first config: the keys of `SFTConfig`, flat, as his script did not read them.
+# The author's first config: flat keys of `SFTConfig`, which the script did not read.
 FLAT = """\
 model: gemma
 data: math.jsonl
@@ -21,7 +21,7 @@ lora_r: 8
 optim: adamw_torch_fused
 lr_scheduler_type: cosine
 """
-# His last one: nested, as the objects that read it.
+# The author's last config: nested, as the code that reads it.
 NESTED = """\
 model: gemma
 data:
@@ -46,7 +46,7 @@ def typed(text: str) -> list[dict[str, str]]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """His rows and model: 40 questions as typed parts, and two rows without a solution."""
+    """The author's rows and model: 40 questions as typed parts, and two rows without a solution."""
     write_gemma(tmp_path / "gemma")
     pairs = [*questions(), ("What does nobody know?", ""), ("And what else?", "  ")]
     rows = [{"question": typed(question), "solution": typed(answer), "level": "easy"} for question, answer in pairs]
@@ -56,7 +56,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_a_flat_config_is_read_or_its_lines_are_named(project):
-    """His flat file was read without an error, and none of its values were used."""
+    """The flat file was read without an error, and none of its values were used."""
     (project / "tunewell.yaml").write_text(FLAT, encoding="utf-8")
     told = run(project, "prepare", code=2)
     assert "`packing` is a section, not false" in told and "tunewell.yaml line 4" in told
@@ -75,13 +75,13 @@ def test_keys_of_other_tools_are_named_with_their_line(project):
 
 
 def test_another_config_file_is_not_overlooked(project):
-    """His script read another file than the one that he edited."""
+    """The script read another file than the one that was edited."""
     (project / "tunewell.yaml").rename(project / "gemma3n.yaml")
     assert "gemma3n.yaml" in run(project, "prepare", code=2)
 
 
 def test_rows_become_documents_with_one_bos_and_a_loss_on_replies_only(project):
-    """He removed the second `<bos>` by hand, and dropped rows without a count."""
+    """The second `<bos>` was removed by hand, and rows were dropped without a count."""
     told = json.loads(run(project, "prepare", "--json", code=0))
     assert told["rows_in"] == 42 and told["dropped"] == {"empty_reply": 2}
     corpus = tunewell.open_corpus(project / "corpus")
@@ -95,7 +95,7 @@ def test_rows_become_documents_with_one_bos_and_a_loss_on_replies_only(project):
 
 
 def test_all_rows_empty_is_an_error_and_not_an_empty_data_set(project):
-    """His filter, run in four processes, left nothing, and the trainer started all the same."""
+    """A filter in four processes left no rows, and the trainer started nevertheless."""
     write_jsonl(project / "math.jsonl", [{"question": typed("Why?"), "solution": typed("")}] * 9)
     assert "empty_reply" in run(project, "prepare", code=2)
 
@@ -120,13 +120,13 @@ def test_all_rows_empty_is_an_error_and_not_an_empty_data_set(project):
         ),
     ],
 )
-def test_diagnose_names_his_failures(line, failure):
+def test_diagnose_names_the_failures(line, failure):
     assert findings(line)[0] == failure
 
 
 @pytest.mark.slow
-def test_he_gets_a_verdict_an_adapter_and_merged_weights(project):
-    """What he called success: loss 6.0 to 1.3, LoRA and merged weights saved. Here, the model is tested too."""
+def test_the_run_ends_with_a_verdict_an_adapter_and_merged_weights(project):
+    """The original run ended with a loss of 1.3 (from 6.0) and saved weights. Nobody tested the model."""
     run(project, "train", code={0, 3, 4})
     ended = outcome(project / "run")
     assert ended["status"] == "finished" and ended["last_loss"] < ended["first_loss"] / 4

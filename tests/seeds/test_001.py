@@ -7,7 +7,7 @@ import pytest
 from authors import findings, outcome, questions, run, write_gemma, write_jsonl
 
 REQUIREMENTS = "torch\ntransformers>=5.0\ntrl==0.8.6\npeft\nbitsandbytes\ngalore-torch\n"
-# The arguments of his script for GaLore, as they stood before each rename.
+# The arguments of the author's script for GaLore, with the names before each rename.
 GALORE = """\
 model: gemma-3-1b
 data: rows.jsonl
@@ -47,7 +47,7 @@ GEMMA_3_1B = {
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """His rows and config, and the sizes of gemma-3-1b without its weights."""
+    """The author's rows and config, and the sizes of gemma-3-1b without its weights."""
     write_gemma(tmp_path / "gemma-3-1b")
     (tmp_path / "gemma-3-1b" / "model.safetensors").unlink()
     (tmp_path / "gemma-3-1b" / "config.json").write_text(json.dumps(GEMMA_3_1B), encoding="utf-8")
@@ -59,7 +59,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["max_length", "cutoff_len", "sequence_len"])
 def test_renamed_arguments_are_understood_under_each_name(project, name):
-    """`max_seq_length` stopped his script with one release of TRL, and worked with another."""
+    """`max_seq_length` was an error in one release of TRL, and worked in another."""
     run(project, "prepare")
     (project / "tunewell.yaml").write_text(GALORE.replace("max_seq_length:", name + ":"), encoding="utf-8")
     assert json.loads(run_json(project))["up_to_date"]
@@ -74,7 +74,7 @@ def test_an_argument_without_a_meaning_here_is_named_with_what_to_write(project)
 
 
 def test_packages_that_do_not_work_together_are_named(project):
-    """He went back to trl 0.8.6, and kept a transformers that it was not written for."""
+    """trl was downgraded to 0.8.6, with a transformers that it was not written for."""
     (project / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
     told = run(project, "diagnose", "requirements.txt", code={3, 4})
     assert "trl" in told and "0.8.6" in told and "transformers" in told
@@ -105,7 +105,7 @@ def test_packages_that_do_not_work_together_are_named(project):
         ),
     ],
 )
-def test_diagnose_names_his_failures(line, failure):
+def test_diagnose_names_the_failures(line, failure):
     assert findings(line)[0] == failure
 
 
@@ -118,8 +118,8 @@ def test_a_quantised_model_on_a_mac_is_named():
     assert findings(log)[0] not in ("unknown", "mps-unsupported-op")
 
 
-def test_his_formatting_function_works_on_a_row_and_on_a_batch(project):
-    """The first one worked on a row, and TRL called it with a batch."""
+def test_the_formatting_function_works_on_a_row_and_on_a_batch(project):
+    """The function worked on a row, and TRL called it with a batch."""
     (project / "rows.py").write_text(FORMATTING, encoding="utf-8")
     corpora = []
     for source in (
@@ -146,7 +146,7 @@ def test_the_plan_for_a_t4_says_no_and_what_fits(project):
 
 
 def test_qlora_and_galore_are_understood_as_methods(project):
-    """Both are what his scripts are called, and neither is a `method.kind`."""
+    """The author's scripts use these names, and neither is a `method.kind`."""
     for kind, shown in (("qlora", "nf4"), ("galore", "galore")):
         (project / "tunewell.yaml").write_text(
             f"model: gemma-3-1b\ndata: rows.jsonl\nmethod: {{kind: {kind}}}\n", encoding="utf-8"
@@ -154,8 +154,8 @@ def test_qlora_and_galore_are_understood_as_methods(project):
         assert shown in run(project, "plan", "--no-measure", "--gpu", "a100-80", code={0, 2})
 
 
-def test_the_notebook_for_a_t4_holds_his_config(project):
-    """What he could not run on a Mac, he carried to Colab by hand."""
+def test_the_notebook_for_a_t4_holds_the_config(project):
+    """The scripts that did not run on a Mac were moved to Colab by hand."""
     run(project, "notebook", "--package", "none", "--out", "galore.ipynb")
     notebook = json.loads((project / "galore.ipynb").read_text(encoding="utf-8"))
     assert "galore" in json.dumps(notebook["cells"])

@@ -1,4 +1,4 @@
-"""Seed 002: a pipeline to Ollama that stood at "Training started..." for 14 hours: 97% padding, on a CPU."""
+"""Seed 002: a pipeline to Ollama that showed "Training started..." for 14 hours: 97% padding, on a CPU."""
 
 import contextlib
 import http.server
@@ -30,7 +30,7 @@ method: {modules_to_save: [embed_tokens]}
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Rows of about 50 tokens under a limit of 1,024, as his of 34."""
+    """Rows of about 50 tokens with a limit of 1,024; the author's had 34 on average."""
     write_gemma(tmp_path / "model")
     pairs = questions()
     write_jsonl(tmp_path / "rows.jsonl", [{"question": question, "answer": answer} for question, answer in pairs])
@@ -39,14 +39,14 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_prepare_shows_the_lengths_and_nothing_is_padded(project):
-    """He learned from a script of his own that his rows had 34 tokens on average, and 67 at most."""
+    """The lengths (34 tokens on average, at most 67) were known only after a separate script."""
     told = run(project, "prepare")
     assert "row length" in told and "median" in told and "longest 7" in told
     assert "padding" not in told.replace("no padding", "")
 
 
 def test_local_rows_need_no_credentials(project, monkeypatch):
-    """His pipeline asked for the keys of a bucket although all rows were local."""
+    """The pipeline asked for the keys of a bucket although all rows were local."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     run(project, "prepare")
@@ -66,7 +66,7 @@ def test_a_bucket_without_keys_says_what_to_set(project, monkeypatch):
 
 @contextlib.contextmanager
 def closed_bucket() -> Iterator[str]:
-    """Yield the address of a server on this machine that refuses everybody."""
+    """Yield the address of a server on this machine that refuses every request."""
 
     class Refuse(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -85,7 +85,7 @@ def closed_bucket() -> Iterator[str]:
     server.shutdown()
 
 
-def test_the_device_is_a_setting_that_is_obeyed_or_refused(project):
+def test_the_device_is_a_setting_that_is_used_or_refused(project):
     """The config had no `device`, and the trainer ignored it where it was set."""
     told = run(project, "train", "--device", "cuda", "--no-validate", code=2)
     assert "cuda" in told
@@ -105,7 +105,7 @@ def test_the_device_is_a_setting_that_is_obeyed_or_refused(project):
 
 
 def test_a_process_that_prints_nothing_for_hours_is_named():
-    """All that he had was the output of `ps`, and the last line of the log."""
+    """Only the output of `ps` and the last line of the log were known."""
     assert findings(STUCK)[0] not in ("unknown", "oom-cuda")
     log = "max_seq_length = 1024, padding='max_length'\naverage length: 34 tokens\n" + STUCK
     assert "padding-waste" in findings(log)

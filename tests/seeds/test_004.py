@@ -1,4 +1,4 @@
-"""Seed 004: a 23M model of his own with a SentencePiece tokenizer, packed shards 3.0, WSL, a batch too large."""
+"""Seed 004: the author's own 23M model with a SentencePiece tokenizer, packed shards 3.0, WSL, a batch too large."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import sentencepiece
 from authors import COLLEGES, FEES, findings, outcome, questions, run, write_jsonl
 
-# `config/sft_training/lora_optimal_tiny_23m.json`, with his own names of sections and keys.
-HIS_CONFIG = {
+# `config/sft_training/lora_optimal_tiny_23m.json`, with the author's own names of sections and keys.
+FOREIGN_CONFIG = {
     "training_params": {
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 2,
@@ -39,7 +39,7 @@ def conversation(question: str, answer: str) -> str:
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory) -> Path:
-    """His tokenizer: SentencePiece with its default normalisation, which turns line ends into spaces."""
+    """The author's tokenizer: SentencePiece with its default normalisation, which turns line ends into spaces."""
     folder = tmp_path_factory.mktemp("spm")
     texts = [f"{question} {answer}" for question, answer in questions()]
     texts += [f"{name} {fee} <|im_start|> user assistant <|im_end|>" for name, fee in FEES.items()]
@@ -61,7 +61,7 @@ def spm(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path, spm: Path) -> Path:
-    """His tokenizer, his rows, and his shards of them."""
+    """The author's tokenizer, rows, and shards of these rows."""
     (tmp_path / "spm.model").write_bytes(spm.read_bytes())
     write_jsonl(tmp_path / "rows.jsonl", [{"question": question, "answer": answer} for question, answer in questions()])
     write_shards(tmp_path / "v3", spm)
@@ -75,7 +75,7 @@ def configure(project: Path, data: str, *, preset: str = "tiny-1m", steps: int =
 
 
 def write_shards(folder: Path, spm: Path) -> None:
-    """Pack as his `pack_sequences`: an end token after each conversation, everything supervised, padded with 0."""
+    """Pack as the author's script: an end token after each conversation, everything supervised, padded with 0."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(spm))
     packed: list[list[int]] = [[]]
     for pair in questions():
@@ -101,8 +101,8 @@ def write_shards(folder: Path, spm: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["v3", "v3/train", "v3/train/shard_00000.jsonl"])
-def test_his_packed_shards_are_read_and_what_is_assumed_is_shown(project, given):
-    """All 136,951 conversations were there, and only his script could read them."""
+def test_the_packed_shards_are_read_and_what_is_assumed_is_shown(project, given):
+    """Only the author's script could read the 136,951 conversations."""
     configure(project, given)
     told = run(project, "prepare")
     assert "for training" in told and "shard" in told
@@ -124,10 +124,10 @@ def test_a_version_that_is_not_known_is_read_as_packed_rows_and_noted(project):
     assert "shards without manifest" in told and "for training" in told
 
 
-def test_his_own_config_is_answered_key_by_key(project):
-    """`training_params` is a section of his script; a guess such as `train.learning_rate` would mislead."""
-    (project / "his.json").write_text(json.dumps(HIS_CONFIG, indent=2), encoding="utf-8")
-    told = run(project, "prepare", "--config", "his.json", code=2)
+def test_the_config_is_answered_key_by_key(project):
+    """`training_params` is a section of the author's script; a guess such as `train.learning_rate` would mislead."""
+    (project / "foreign.json").write_text(json.dumps(FOREIGN_CONFIG, indent=2), encoding="utf-8")
+    told = run(project, "prepare", "--config", "foreign.json", code=2)
     assert "training_params" in told and "dataset_config" in told
     assert "did you mean `train.learning_rate`" not in told
 
@@ -155,11 +155,11 @@ With batch 8 and gradient_accumulation_steps 2: 6.74 it/s
         (BATCH, "batch-too-large-slow"),
     ],
 )
-def test_diagnose_names_his_failures(log, failure):
+def test_diagnose_names_the_failures(log, failure):
     assert findings(log)[0] == failure
 
 
-def test_his_speeds_are_compared_in_rows_and_not_in_iterations():
+def test_the_speeds_are_compared_in_rows_and_not_in_iterations():
     """1.2 it/s with 32 rows and 6.74 it/s with 8 are 38 and 54 rows a second: 1.4 times, not 5.6 times."""
     log = "per_device_train_batch_size: 32\n1.20it/s\nper_device_train_batch_size: 8\n6.74it/s\n"
     assert findings(log)[0] != "unknown"
@@ -167,7 +167,7 @@ def test_his_speeds_are_compared_in_rows_and_not_in_iterations():
 
 @pytest.mark.long
 @pytest.mark.parametrize("sets", [(), ("method.modules_to_save=[embed_tokens,lm_head]",), ("train.precision=fp16",)])
-def test_his_stack_trains_answers_and_chats(project, sets):
+def test_the_stack_trains_answers_and_chats(project, sets):
     """LoRA in 16 bits with added markers crashed at the evaluation before the first step."""
     more = [part for setting in sets for part in ("--set", setting)]
     run(project, "train", *more, code={0, 3, 4})
@@ -176,8 +176,8 @@ def test_his_stack_trains_answers_and_chats(project, sets):
 
 
 @pytest.mark.slow
-def test_his_model_of_23m_goes_from_shards_to_a_verdict(project):
-    """The whole of his pipeline, in one command."""
+def test_the_model_of_23m_goes_from_shards_to_a_verdict(project):
+    """The author's whole pipeline, in one command."""
     configure(project, "v3", preset="tiny-23m", steps=20)
     told = run(project, "train", code={0, 3, 4})
     ended = outcome(project / "run")

@@ -1,4 +1,4 @@
-"""An Apple GPU is compared with the CPU before the first step; `mps_on_cpu` stands in for one."""
+"""An Apple GPU is compared with the CPU before the first step; `mps_on_cpu` simulates one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +45,7 @@ def _notes(run: Run) -> str:
 
 @pytest.mark.parametrize("config", [{}, {"method": {"rank": 4, "dropout": 0.5}}], ids=["plain", "dropout"])
 def test_a_device_that_computes_the_same_is_used(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Dropout draws other numbers on a GPU, which is no difference between two devices."""
+    """Dropout draws other numbers on a GPU, which is not a difference between the devices."""
     run, kind = _checked(tmp_path, **config)
     assert kind == "mps" and "check passed: the loss and the gradient norms of a micro-batch on mps" in _notes(run)
     alone = make_run(tmp_path / "cpu", plan={"num_steps": 2}, config=config)
@@ -86,7 +86,7 @@ def _backward_only(name: str, out: Any) -> Any:
         (_unsupported, "mps cannot compute a step: The operator 'aten::embedding' is not currently implemented"),
     ],
 )
-def test_a_device_that_computes_something_else_is_not_trained_on(
+def test_a_device_whose_results_differ_is_not_used(
     tmp_path: Path, change: Callable[[str, Any], Any], reason: str
 ) -> None:
     """A wrong kernel shows only as a loss that does not fall, after hours."""
@@ -101,7 +101,7 @@ def test_a_device_that_computes_something_else_is_not_trained_on(
 
 
 def test_a_model_that_does_not_fit_twice_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An Apple GPU has no memory of its own: a copy for the CPU would have pushed the run into the swap."""
+    """An Apple GPU shares the main memory: a second copy for the CPU would have used swap."""
     monkeypatch.setattr(device_check, "cpu_facts", lambda: replace(cpu_facts(), free_bytes=1000))
     run, kind = _checked(tmp_path)
     assert kind == "mps" and "a second copy of the model needs" in _notes(run) and "1,000 bytes are free" in _notes(run)
@@ -114,11 +114,11 @@ def test_a_check_that_is_out_of_memory_leaves_the_run_to_its_own_remedies(tmp_pa
         return out
 
     run, kind = _checked(tmp_path, full)
-    assert kind == "mps" and "mps was not compared with the CPU: out of memory" in _notes(run)
+    assert kind == "mps" and "the GPU (mps) was not checked against the CPU: out of memory" in _notes(run)
 
 
-def test_the_stand_in_refuses_what_an_apple_gpu_refuses() -> None:
-    """A test on a stand-in that allows more than a Mac proves nothing."""
+def test_the_simulated_gpu_refuses_what_an_apple_gpu_refuses() -> None:
+    """A simulated GPU that allows more than a Mac makes its tests worthless."""
     with mps_on_cpu():
         one, here = torch.ones(3, device="mps"), torch.ones(3)
         layer = torch.nn.Linear(3, 3).to("mps")

@@ -123,7 +123,7 @@ _COMMANDS = [
 def test_every_command_refuses_a_base_model_that_changed_after_training(
     project: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None], named: str
 ) -> None:
-    """An export on a changed base was PROVEN, and `validate` gave other figures without a word."""
+    """An export on a changed base was PROVEN, and `validate` gave other figures without a warning."""
     change(project / "base")
     for command in _COMMANDS:
         assert main(command.split()) == 2, command
@@ -214,7 +214,7 @@ def test_another_seed_gives_a_preset_other_weights(project: Path) -> None:
 
 @pytest.mark.long
 def test_an_export_is_compared_with_its_proof(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flipped file beside its proof ran without a word; an adapter on another base gave other answers."""
+    """A damaged file beside its proof was used without a warning; an adapter on another base gave other answers."""
     assert main(["export", "run", "--to", "adapter,merged,gguf", "--out", "exported"]) == 0
     (gguf,) = Path("exported").rglob("*.gguf")
     files = [Path("exported/adapter"), Path("exported/merged"), gguf]

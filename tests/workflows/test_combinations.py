@@ -38,7 +38,7 @@ def _check(combination: Combination, models: Path) -> None:
 
 @pytest.mark.parametrize("combination", SAMPLE, ids=str)
 def test_a_sample_of_the_combinations_goes_from_rows_to_a_proven_export(combination: Combination, models: Path) -> None:
-    """Guards the borders between fp32 and 16 bits, where LoRA with added tokens crashed at the first evaluation."""
+    """Guards the casts between fp32 and 16 bits: LoRA with added tokens crashed at the first evaluation."""
     _check(combination, models)
 
 

@@ -172,7 +172,7 @@ RIGHT = [
 
 @pytest.mark.parametrize("texts", RIGHT)
 def test_lists_tables_code_and_short_answers_are_no_loops(train: Callable[..., TrainResult], texts: Any) -> None:
-    """A false alarm ends a good run, with `healing.behaviour: stop`."""
+    """With `healing.behaviour: stop`, a false alarm ends a good run."""
     more = {**SETTINGS["evaluate"], "samples": 4}
     assert train(say_in_turn(*texts), evaluate=more, healing={"behaviour": "stop"}).status == "finished"
     assert findings() == []

@@ -245,7 +245,7 @@ def test_a_card_that_is_too_small_names_what_fits_on_it(
 
 
 def test_no_next_line_contradicts_the_verdict(gemma: Path) -> None:
-    """Below a "no", `next: tunewell train` without a change is a lie."""
+    """Below a "no", `next: tunewell train` without a change would fail."""
     for sets in (["method.kind=full"], ["method.kind=lora"], ["model=70b"]):
         config = GEMMA | {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
         (gemma / "70b").mkdir(exist_ok=True)

@@ -475,7 +475,7 @@ def test_torchrun_restarts_only_what_can_go_on(
     assert (done.returncode, "FAILED" in done.stderr) == (code, code == 1), done.stderr
     outcome = read_outcome(project / "run")
     assert (outcome.status, outcome.verdict) == (status, "FAIL" if status == "finished" else None)
-    assert done.stdout.count("nothing to train") == (code == 1)
+    assert done.stdout.count("has already ended") == (code == 1)
     if fault.startswith("kill"):
         assert "resumed after step 2" in done.stderr
         assert [step for step, _ in _losses(project / "run")] == [1, 2, 3, 4, 5, 6]
@@ -500,7 +500,7 @@ def test_a_run_and_its_corpus_resume_on_another_machine(
     done = run_command("train", "--resume", cwd=other)
     assert done.returncode == 0, done.stderr
     assert _losses(other / "run") == losses
-    assert "the run goes on with its corpus, which has these rows" in done.stderr
+    assert "the run continues with its corpus, which has these rows" in done.stderr
     shutil.rmtree(other / "corpus")  # without it, the rows are needed
     done = run_command("train", "--resume", cwd=other)
     assert done.returncode == 2 and "rows.jsonl" in done.stderr

@@ -1,4 +1,4 @@
-"""Whole runs on a stand-in for an Apple GPU (`mps_on_cpu`), compared with the CPU; real hardware is not tested."""
+"""Whole runs on a simulated Apple GPU (`mps_on_cpu`), compared with the CPU; real hardware is not tested."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def test_a_run_on_mps_is_the_run_on_a_cpu(project: Path, sets: tuple[str, ...]) 
 
 @pytest.mark.long
 def test_a_run_on_a_wrong_device_ends_on_the_cpu(project: Path) -> None:
-    """Also its verdict: the wrong device would have answered the questions."""
+    """The verdict is also computed on the CPU: the wrong device would have answered the questions."""
 
     def wrong(name: str, out: Any) -> Any:
         return out * 1.01 if name == "aten::mm" else out

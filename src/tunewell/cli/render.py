@@ -52,7 +52,7 @@ def is_interactive() -> bool:
 
 
 class AsIs(str):
-    """A text that `emit` writes as it is: JSON of redacted values, or a text with a model's answer."""
+    """Text that `emit` prints unchanged: redacted JSON, or text with a model's answer."""
 
 
 def emit(text: str = "") -> None:
@@ -68,7 +68,7 @@ def is_utf8() -> bool:
 def json_text(value: Any, *, has_answer: bool = False) -> AsIs:
     """Return a value as JSON for stdout, without secrets, except in answers of a model.
 
-    What a terminal would obey is escaped; without UTF-8, all but ASCII.
+    Terminal control characters are escaped; without UTF-8, everything but ASCII.
     """
     text = json.dumps(
         value if has_answer else redact(value), indent=2, ensure_ascii=not is_utf8(), allow_nan=False, default=str
@@ -190,7 +190,7 @@ def cell_width(text: str) -> int:
 
 
 class RedactedStream:
-    """A stream that replaces secrets in what is written, also by other libraries."""
+    """A stream that redacts secrets in all text, also in that of other libraries."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -97,7 +97,7 @@ def _formats() -> list[FormatEntry]:
     )
     lists = ("columns", "uses", "files")
     return [
-        FormatEntry(name, **{key: tuple(value) if key in lists else value for key, value in entry.items()})
+        FormatEntry(name, **entry | {key: tuple(entry[key]) for key in lists if key in entry})
         for name, entry in table.items()
     ]
 

@@ -22,7 +22,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     single: ClassVar[Mapping[str, tuple[type, ...]]] = {}
-    """Keys that one value of these types can mean in place of the section. A value with one meaning is taken."""
+    """Keys that a value of these types, in place of the section, can stand for. A value with one meaning is used."""
     switch: ClassVar[str] = ""
     """What to do about `true` or `false` in place of the section."""
 

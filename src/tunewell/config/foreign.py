@@ -19,7 +19,7 @@ from tunewell.config.extensions import OPTIMIZERS
 _GALORE_ARGUMENTS = {"rank": "galore_rank", "update_proj_gap": "galore_every", "scale": "galore_scale"}
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
-_NO_EQUIVALENT = "there is no such setting here; leave it out"
+_NO_EQUIVALENT = "tunewell has no such setting; leave it out"
 _NUM_NAMED = 8
 
 
@@ -63,12 +63,14 @@ def translate(found: Mapping[str, Any]) -> Translation:
             result.refuse(name, table()[name].get("instead", _NO_EQUIVALENT))
     if unchanged:
         more = f" and {len(unchanged) - _NUM_NAMED} more" if len(unchanged) > _NUM_NAMED else ""
-        result.notes.append(f"not used, and without effect here: {', '.join(unchanged[:_NUM_NAMED])}{more}")
+        result.notes.append(
+            f"ignored, because they change nothing in tunewell: {', '.join(unchanged[:_NUM_NAMED])}{more}"
+        )
     return result
 
 
 def _translate_method(found: Mapping[str, Any], result: Translation) -> None:
-    """Translate a `method.kind` that is no training method here: `qlora` is LoRA on a base model in 4 bits."""
+    """Translate a `method.kind` of another tool: `qlora` is LoRA on a base model in 4 bits."""
     raw = json.loads(Path(__file__).with_name("method_names.json").read_text(encoding="utf-8"))
     given = found.get("kind")
     own = raw["names"].get(re.sub(r"[\s_-]", "", str(given).lower()), {})
@@ -83,7 +85,7 @@ def _translate_method(found: Mapping[str, Any], result: Translation) -> None:
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """Return the names without an equivalent key: the values that change nothing here, and what to write instead."""
+    """Return the names without an equivalent key: values that change nothing in tunewell, and what to write instead."""
     return json.loads((Path(__file__).parent / "foreign.json").read_text(encoding="utf-8"))
 
 

@@ -327,7 +327,7 @@ def _read_file(draft: _Draft, file: Path) -> None:
 
 
 _NOT_SET = (None, -1)
-"""Values with which other trainers leave a setting to its default, as in `max_steps: -1`."""
+"""Values that stand for the default in other trainers, as in `max_steps: -1`."""
 
 
 def _rename_aliases(draft: _Draft) -> None:
@@ -369,7 +369,7 @@ def _translate_foreign(draft: _Draft) -> None:
     for name in found.used:
         del _section(draft.tree, unknown[name][:-1])[unknown[name][-1]]
     for name, reason in found.refused.items():
-        what = f"{shown[name]} is not a setting of tunewell"
+        what = f"{shown[name]} is not a tunewell setting"
         draft.problems.append(Problem(what, draft.origin(unknown[name]), reason))
     for key, (value, name) in found.values.items():
         ours, origin = tuple(key.split(".")), draft.origin(unknown[name])

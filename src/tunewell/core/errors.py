@@ -29,13 +29,13 @@ class SharedError(UserError):
 
 
 _MIN_SIMILARITY = 0.8
-"""Similarity (difflib's ratio) of two names that differ by a slip: one letter in five is missing, added or swapped."""
+"""Similarity (difflib's ratio) of two names that differ by a typo: one letter in five missing, added or swapped."""
 _MIN_LETTERS = 3
 """Letters of an abbreviation that stands for one name only: `eval` for `evaluate`."""
 
 
 def close_names(name: str, known: Iterable[str], n: int = 1) -> list[str]:
-    """Return the known names that a misspelled or abbreviated name stands for, best first; none if it is a guess."""
+    """Return the known names that a misspelled or abbreviated name stands for, best first; none if in doubt."""
     names = list(known)
     longer = [other for other in names if other.startswith(name) and len(name) >= _MIN_LETTERS]
     return difflib.get_close_matches(name, names, n, _MIN_SIMILARITY) or (longer if len(longer) == 1 else [])

@@ -29,7 +29,7 @@ _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 _LARGE_BYTES = 64 << 20
 """Hashing a smaller file takes less than 0.1 s."""
 _STAMP_SECONDS = 2.0
-"""A file that changed less long ago may change again without another stamp."""
+"""A file that changed more recently may change again without a new stamp."""
 _LOCK_START = '{"pid": '
 
 
@@ -64,13 +64,13 @@ class IrregularFile(UserError, OSError):
     """
 
     def __init__(self, path: str | Path) -> None:
-        reason = "it is a pipe, a socket or a device, not a file"
+        reason = "it is a pipe, a socket or a device, not a regular file"
         super().__init__(f"`{path}` cannot be used: {reason}", fix=f"delete `{path}`, or put a file there")
         self.strerror = reason
 
 
 def open_handle(path: str | Path, flags: int) -> int:
-    """Return a descriptor of a regular file. Folders are left to the caller; this never waits for a pipe.
+    """Return a descriptor of a regular file. Folders are left to the caller. Opening a pipe does not block.
 
     Raises IrregularFile, or UserError for a link that would be written: its target may be any file of the user. A hard
     link that would be written is replaced by a copy.
@@ -95,7 +95,7 @@ def open_handle(path: str | Path, flags: int) -> int:
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         os.close(handle)
         raise problem
-    if is_written and found.st_nlink > 1:  # the other name belongs to a backup, or to any file of the user
+    if is_written and found.st_nlink > 1:  # the other name may belong to a backup, or to any file of the user
         os.close(handle)
         write_atomic(Path(path), Path(path).read_bytes())
         return open_handle(path, flags)
@@ -105,7 +105,7 @@ def open_handle(path: str | Path, flags: int) -> int:
 
 
 def open_file(path: str | Path, mode: str = "rb", **options: Any) -> Any:
-    """Open a file as `open` does, with the refusals of `open_handle`."""
+    """Open a file as `open` does, with the checks of `open_handle`."""
     return open(path, mode, opener=open_handle, **options)
 
 
@@ -128,7 +128,7 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_once(path: Path) -> str:
-    """Return the SHA-256 of a file, which is computed again only if its stamp has changed."""
+    """Return the SHA-256 of a file. It is computed again only if the file's stamp has changed."""
     name = "hashes" if path.stat().st_size >= _LARGE_BYTES else None
     return cached_by_stamp(name, [path], lambda: sha256_file(path))
 
@@ -304,9 +304,9 @@ _by_stamp: dict[str, tuple[Any, Any]] = {}
 
 
 def cached_by_stamp(name: str | None, paths: Sequence[Path], compute: Callable[[], Any]) -> Any:
-    """Return a JSON value computed from files, again only if the stamp of one has changed.
+    """Return a JSON value computed from files. It is computed again only if a file's stamp has changed.
 
-    With the `name` of a cache folder, other processes of this user remember it too.
+    With the `name` of a cache folder, it is also cached for other processes of this user.
     """
     stats = [path.stat() for path in paths]
     stamp = [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
@@ -445,7 +445,9 @@ class FolderLock:
             text = file.read()
             # The owner may have died while it was written. Early versions wrote a number.
             if not _LOCK_START.startswith(text.strip("\0")[: len(_LOCK_START)]) and not text.strip().isdecimal():
-                raise UserError(f"`{path}` is not a lock file", fix=f"move `{path}` away: a lock file belongs there")
+                raise UserError(
+                    f"`{path}` is not a lock file", fix=f"move `{path}` away: tunewell writes its lock there"
+                )
             owner = _read_owner(text)
             if is_locked or (is_locked is None and owner is not None and _may_be_running(owner)):
                 raise UserError(

@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun says about this process, in environment variables."""
+"""Read the environment variables that a launcher such as torchrun sets."""
 
 import os
 
@@ -6,7 +6,7 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process. It may be the only one."""
+    """Return True if a launcher started this process, even as the only one."""
     return any(name in os.environ for name in _VARIABLES)
 
 
@@ -16,7 +16,7 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0, the only process of a distributed run that prints."""
+    """Return True on rank 0, the only process of a distributed run that prints."""
     return world_size() <= 1 or os.environ.get("RANK", "0") == "0"
 
 

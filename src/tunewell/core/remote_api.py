@@ -25,7 +25,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error."""
+    """Turns a redirect into an error."""
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None

@@ -1,1 +1,1 @@
-"""Features beside the spine: a folder has all of one, and can be deleted with its entry in `core/features.toml`."""
+"""Features: one folder each, which can be deleted together with its entry in `core/features.toml`."""

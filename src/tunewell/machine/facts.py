@@ -35,7 +35,7 @@ class DeviceFacts:
     is_here: bool = True
     """Whether it is a device of this machine, on which this machine's packages are installed."""
     host_bytes: int | None = None
-    """Free main memory beside a GPU; None if it does not decide."""
+    """Free main memory of the machine with this GPU; None if it is not a limit."""
 
 
 def cpu_facts() -> DeviceFacts:

@@ -1,7 +1,7 @@
-"""What a model's files contain: tensors, config and tokenizer. It tells whether a base model changed after training.
+"""The content of a model: tensors, config and tokenizer. Used to detect whether a base model changed after training.
 
-Copies, other shards and other times of the same tensors are the same model. Every byte is hashed, but only once on each
-machine as long as no file changes (`cached_by_stamp`).
+Copies, other shards and other file times of the same tensors are the same model. Every byte is hashed, but only once
+on each machine as long as no file changes (`cached_by_stamp`).
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""Embeddings and heads trained in fp32 inside a 16-bit model: each converts at its own border.
+"""Embeddings and heads trained in fp32 inside a 16-bit model: each casts its own output or weight.
 
     ids -> embedding (fp32) -> bf16 -> layers (bf16) -> bf16 -> head (fp32, cast to bf16) -> bf16
 
-No other module needs to know: `compute_dtype` is the precision of everything between them.
+`compute_dtype` is the precision of all modules between them.
 """
 
 from functools import cache

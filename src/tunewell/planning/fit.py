@@ -41,7 +41,7 @@ class Change:
     """One way to save memory, from `changes.json`."""
 
     severity: int
-    """How much is taken from the run; those of several changes add up."""
+    """How much the run loses; the severities of several changes add up."""
     name: str
     settings: Changes
     """Dotted config keys and their new values."""
@@ -258,7 +258,7 @@ class Planner:
         return changes
 
     def on_card(self, card: Card, host_bytes: int | None = None) -> "Planner":
-        """Return the planner of the same config on another card. `host_bytes` is the free main memory beside it."""
+        """Return the planner of the same config on another card. `host_bytes` is its machine's free main memory."""
         loaded = replace(self.loaded, config=with_changes(self.loaded.config, {"device": "auto"}))
         device = replace(card.facts(), host_bytes=host_bytes)
         return Planner(loaded, self.corpus, device, self.shape, self.measure_threads)
@@ -293,7 +293,7 @@ class Planner:
             named = (
                 f"a GPU with more memory ({', '.join(card.name for card in cards[:3])})" if cards else "several GPUs"
             )
-            fix = f"no change of the settings is enough: use a smaller model or {named}: `tunewell notebook`"
+            fix = f"no change of settings is enough: use a smaller model or {named}: `tunewell notebook`"
         raise UserError(
             f"the run does not fit: it needs at least {size_bytes(floor.needed_bytes)}, and {free}",
             where=f"{self.loaded.config.model}, {describe_method(self.outlook)}",

@@ -22,7 +22,7 @@ class CardRow:
     prediction: Prediction | None
     """None if the config cannot run there."""
     problem: str = ""
-    """Why the config cannot run there, and the way out."""
+    """Why the config cannot run there, and what to change."""
     ladder: Sequence[Rung] = ()
     """What would make the run fit there; empty if it fits."""
     micro_batch_tokens: int = 0

@@ -1,4 +1,4 @@
-"""`base.json`: what the base model of a run contained when the run was trained."""
+"""`base.json`: the content of a run's base model when the run was trained."""
 
 from pathlib import Path
 from typing import Any
@@ -24,5 +24,5 @@ class BaseContent(Record):
 
 
 def read_base(run: Path) -> BaseContent | None:
-    """Return what the base model of a run contained, or None for a run of an earlier version."""
+    """Return the content of a run's base model, or None for a run of an earlier version."""
     return read_record(run / BASE, BaseContent) if (run / BASE).is_file() else None

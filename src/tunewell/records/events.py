@@ -38,7 +38,7 @@ class EventLog:
         written = read_bytes(path)
         if written.strip(b"\0") and not written.startswith(b"{") and not any(map(_parse, written.splitlines())):
             os.close(self._handle)
-            raise UserError(f"`{path}` is not a log of tunewell", fix=f"move `{path}` away: a log belongs there")
+            raise UserError(f"`{path}` is not a tunewell log", fix=f"move `{path}` away: tunewell writes its log there")
         whole = written[: written.rfind(b"\n") + 1]
         if len(whole) < len(written):  # after a partial line, the next event starts on a new line
             os.ftruncate(self._handle, len(whole))

@@ -126,7 +126,7 @@ def _key(text: str) -> tuple[str | int, ...]:
 def ended_before(loaded: LoadedConfig) -> Outcome | None:
     """Return the outcome of a run that a launcher starts again after its end, or None.
 
-    A run that was stopped counts only if nobody has looked at it: `--resume` alone repeats it.
+    A stopped run counts only on a restart by the launcher: `--resume` alone continues it.
     """
     run = loaded.path(loaded.config.run)
     outcome = read_outcome(run) if is_launched() and (run / OUTCOME).is_file() else None

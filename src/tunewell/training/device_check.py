@@ -37,7 +37,7 @@ def check_device(parts: RunInputs, run: Run, device: DeviceFacts) -> DeviceFacts
     needed, free = sum(tensor.nbytes for tensor in model), host.free_bytes
     if free is not None and needed > free:
         message = f"a second copy of the model needs {size_bytes(needed)}, and {size_bytes(free)} are free"
-        run.listener(Note(f"mps was not compared with the CPU: {message}"))
+        run.listener(Note(f"the GPU (mps) was not checked against the CPU: {message}"))
         return device
     lengths = run.order.lengths
     order = np.argsort(lengths, kind="stable")
@@ -60,11 +60,11 @@ def check_device(parts: RunInputs, run: Run, device: DeviceFacts) -> DeviceFacts
         if is_out_of_memory(error):
             free_memory(error)
             learner.change(precision=None, device="mps")
-            run.listener(Note("mps was not compared with the CPU: out of memory"))
+            run.listener(Note("the GPU (mps) was not checked against the CPU: out of memory"))
             return device
         learner.change(precision=None, device="cpu")
         message = f"mps cannot compute a step: {error}".partition("\n")[0]
-    words = f"the run is on the CPU, because {message}"
+    words = f"training on the CPU, because {message}"
     run.plan = parts.plan = run.plan.model_copy(update={"device": Chosen[str](value="cpu", because=words)})
     write_plan(parts.folder, run.plan)
     run.about = replace(run.about, device="cpu")

@@ -109,12 +109,12 @@ class History:
     reported: set[str] = field(default_factory=set)
 
     def are_most_faulty(self, num_faulty: int, num_samples: int) -> bool:
-        """Return whether all samples are degenerate, or at least half of them and more than the base model's."""
+        """Return True if all samples are degenerate, or at least half of them and two more than at step 0."""
         is_worse = num_faulty >= max(num_samples / 2, self.base_faulty + _MORE_FAULTY)
         return num_faulty == num_samples or is_worse
 
     def add_answers(self, step: int, are_degenerate: bool | None, num_faulty: int) -> None:
-        """Add the sample answers of an evaluation. Those at step 0, of the base model, are only compared with."""
+        """Add the sample answers of an evaluation. Those at step 0, of the base model, are only a reference."""
         if step == 0:
             self.base_faulty = num_faulty
         elif are_degenerate is not None:
@@ -133,7 +133,7 @@ class History:
 
 
 _MORE_FAULTY = 2
-"""Number of degenerate sample answers more than at step 0. A single one may be bad luck."""
+"""Number of degenerate sample answers more than at step 0. A single one may be chance."""
 
 # The rules. Each takes the metrics of a step and the history before it, and returns a finding or None.
 

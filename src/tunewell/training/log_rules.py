@@ -40,7 +40,7 @@ _SAME_LINES, _SAME_DIGITS = 6, 4
 _OVERFLOWS_AT_END = 3
 _MIN_LINES = 16
 _SAME, _SAME_ERRORS = 0.005, 2.2
-"""A change of the loss by less than this share, or by fewer standard errors, is none."""
+"""A change of the loss by less than this share, or by fewer standard errors, is not counted."""
 _MAX_ERROR = 0.015
 """Two standard errors of the change between the halves of a log, as a share of its mean. With more noise, a fall may be
 hidden."""
@@ -202,10 +202,10 @@ def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
 
 
 def flat_loss(log: Sequence[StepMetrics]) -> Finding | None:
-    """Find a loss that provably stays where it was when training began.
+    """Find a loss that has certainly not changed since training began.
 
     The halves of the log must be equal, and so must each beginning (a quarter, an eighth, ...) and the rest, because a
-    converged run fell early. A noisy log, one that begins late and one of a warm-up prove nothing.
+    converged run fell early. Noisy logs, logs that begin late and logs of a warm-up are left out.
     """
     held_out = [r.held_out_loss for r in log if r.held_out_loss is not None]
     log = [r for r in log if r.loss is not None and r.is_ordinary and r.supervised_tokens != 0]

@@ -1,4 +1,4 @@
-"""Report the progress of a slow step, at growing intervals: nothing else shows that the run computes.
+"""Report the progress of a slow first step at growing intervals, so that it does not look like a hang.
 
     step 1 is still computing after 40 s: it has computed 5,120 of 81,920 tokens, 128 tokens/s, about 10 m 00 s left
 

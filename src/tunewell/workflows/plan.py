@@ -37,7 +37,7 @@ class PlanOptions:
     is_measuring: bool = True
     gpus: Sequence[str] = ()
     ram_bytes: int | None = None
-    """Plan for a machine with this much main memory; with `gpus`, beside each of them."""
+    """Plan for a machine with this much main memory; with `gpus`, for the machine with each of them."""
 
 
 def plan(

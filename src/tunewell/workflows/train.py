@@ -110,7 +110,7 @@ class Training:
         with self.recorder.stage("prepare", stage := "preparing the corpus"):
             missing = missing_rows(self.loaded) if self.options.is_resuming else None
             if missing and (self.loaded.path(self.loaded.config.corpus) / MANIFEST).is_file():
-                self.recorder.note(f"{missing.what}: the run goes on with its corpus, which has these rows")
+                self.recorder.note(f"{missing.what}: the run continues with its corpus, which has these rows")
             elif self.loaded.config.data.sources and self.world.is_first:
                 prepare(self.loaded, progress=only_stage(self.recorder, DOWNLOADING, stage))
 

@@ -129,7 +129,7 @@ def test_ids_of_another_tokenizer_are_refused(model, tmp_path):
 def test_text_without_roles_is_refused(model, tmp_path, monkeypatch):
     """Questions would be learned like answers."""
     monkeypatch.setattr(f"{__name__}.conversation", lambda entry: f"{entry['question']} assistant\n {entry['answer']}")
-    with pytest.raises(UserError, match=r"every token is supervised, and .* have no roles"):
+    with pytest.raises(UserError, match=r"the labels mask nothing, and .* have no role markers"):
         prepare_in(tmp_path, model, write_packed(tmp_path / "shards", model), HELD_OUT)
 
 

@@ -63,14 +63,14 @@ ADVICE = [
 
 @pytest.mark.parametrize("text", STALLED)
 def test_a_training_without_a_first_step_is_named(text: str) -> None:
-    """The author of such a run sees one line and then nothing; the answer was UNKNOWN."""
+    """Such a log has one line and then nothing; the answer was UNKNOWN."""
     [finding, *_] = diagnose_text(text).findings
     assert finding.id == "first-step-slow" and finding.confidence >= LIKELY and "padded" in finding.cause
 
 
 @pytest.mark.parametrize("text", NOT_STALLED)
 def test_a_training_that_logs_steps_is_not_stalled(text: str) -> None:
-    """A duration alone says nothing."""
+    """A duration alone is not evidence."""
     assert "first-step-slow" not in [finding.id for finding in diagnose_text(text).findings]
 
 
@@ -114,7 +114,7 @@ def test_requirements_that_fit_are_healthy() -> None:
 
 @pytest.mark.parametrize(("text", "name"), PIECES.items())
 def test_a_section_or_a_sentence_of_a_report_is_named(text: str, name: str) -> None:
-    """People paste one paragraph, not the report that explains it."""
+    """Users paste one paragraph, not the whole report."""
     assert diagnose_text(text).findings[0].id == name
 
 

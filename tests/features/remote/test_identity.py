@@ -104,7 +104,7 @@ def test_the_metadata_service_is_asked_only_with_the_setting(url, loopback):
     ],
 )
 def test_requests_are_not_signed_unless_an_identity_is_complete(url, variables, is_signed, tmp_path, monkeypatch):
-    """The storage library asks the metadata service whenever nothing else is complete, unless it must not sign."""
+    """The storage library asks the metadata service if no other credentials are complete, unless it must not sign."""
     monkeypatch.setenv("HOME", str(tmp_path))
     found = find_access(parse_address(url), Storage(), variables)
     assert ("skip_signature" not in found.options) == is_signed

@@ -209,7 +209,7 @@ def _without_hashes(index: Path) -> None:
 
 
 def test_a_flipped_bit_in_any_file_is_an_error_and_indexing_again_repairs_it(index, tmp_path):
-    """`ask` quoted a changed passage without a word, and `index` took it over as unchanged."""
+    """`ask` quoted a changed passage without a warning, and `index` reused it as unchanged."""
     docs, text = str(tmp_path / "docs"), content_of(str(index))
     paths = [path for path in sorted(index.rglob("*")) if path.is_file() and path.stat().st_size]
     assert len(paths) > 10
@@ -245,7 +245,7 @@ def test_damage_in_an_index_without_hashes_is_an_error_of_the_user(index, capfd)
 
 
 def test_an_index_without_hashes_is_read_with_a_note_and_made_again_from_its_documents(index, tmp_path, monkeypatch):
-    """Its passages cannot be verified, so an update must not take them over; the chosen settings stay."""
+    """Its passages cannot be verified, so an update must not reuse them; the chosen settings stay."""
     _without_hashes(index)
     monkeypatch.setattr(search_module, "open_embedder", lambda _: ToyEmbedder())
     retriever = search_module.open_retriever(str(index))

@@ -28,7 +28,7 @@ def command(
     ] = None,
     ram: Annotated[
         float | None,
-        typer.Option(metavar="GB", help="Plan for a CPU with this much main memory, in GB; with `--gpu`, beside it."),
+        typer.Option(metavar="GB", help="Plan for a CPU with this RAM in GB. With `--gpu`: RAM of the GPU's machine."),
     ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="If it does not fit, write the mildest change that does into the config.")

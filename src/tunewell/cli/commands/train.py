@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ROWS = "File, folder or glob of rows. Writes `tunewell.yaml` first, as `init` does. Needs `--model`."
 _REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fall? No run is written."
 _INDEX = "Train the model to answer from this index: the rows get passages, and whole documents are held out."
-_STRICT = "Under `torchrun`, also end with the exit code of the verdict, as without it."
+_STRICT = "Under `torchrun`, exit with the code of the verdict instead of 0."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 
 
@@ -94,7 +94,7 @@ def command(
     from tunewell.runs.config import RunOptions, ended_before, exit_code_of, require_inputs
 
     loaded = load()
-    # What torchrun restarts goes on, unless it had not begun.
+    # A run that torchrun restarts is resumed, if it had begun.
     resume = resume or (num_restarts() > 0 and (loaded.path(loaded.config.run) / PLAN).is_file())
     if resume and not allow_change and (outcome := ended_before(loaded)):
         code = _report_ended(loaded.config.run, outcome, json=json)
@@ -149,7 +149,7 @@ def _report_ended(run: str, outcome: "Outcome", *, json: bool) -> int:
 
     verdict = "FAIL" if outcome.status == "stopped" else outcome.verdict
     if is_first():
-        text = f"nothing to train: `{run}` has ended: {outcome.reason}; verdict: {outcome.verdict or 'none'}"
+        text = f"`{run}` has already ended ({outcome.reason}); verdict: {outcome.verdict or 'none'}"
         command = f"tunewell {'validate' if outcome.status == 'finished' else 'diagnose'} {shlex.quote(run)}"
         emit(json_text(outcome.model_dump()) if json else f"{text}\nnext: {command}")
     return EXIT_CODES[verdict] if verdict and (is_first() or outcome.status == "stopped") else 0

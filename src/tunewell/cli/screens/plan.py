@@ -20,7 +20,7 @@ _SMALL_SHARE = 0.01
 _SHOWN_CARDS = 5
 _BAR = 20
 _MUCH_HOST = 4 << 30
-_NONE_FITS = "no change of the settings makes it fit, nor all of them together"
+_NONE_FITS = "no change of settings makes it fit, not even all of them together"
 _CHOICES = {
     "train": "train",
     "retrieve": "retrieve instead of training",
@@ -140,7 +140,7 @@ def _cards_ladders(result: "PlanResult") -> list[str]:
     """Return what would make the run fit on each card on which it does not: the ladder, or only its first rung."""
     refused = [row for row in result.cards if not row.fits]
     host = max((row.prediction.memory.host_bytes or 0 for row in result.cards if row.prediction), default=0)
-    lines = [hanging("beside: ", f"{size_bytes(host)} of main memory to load the model")] if host > _MUCH_HOST else []
+    lines = [hanging("also: ", f"{size_bytes(host)} of main memory to load the model")] if host > _MUCH_HOST else []
     lines += [hanging(f"{row.card.name}: ", row.problem) for row in refused if row.problem]
     shown = [row for row in refused if row.ladder or not row.problem]
     if len(shown) == 1:
@@ -155,8 +155,8 @@ def _other_cards(result: "PlanResult") -> list[str]:
     if result.fitting_cards:
         names, more = ", ".join(result.fitting_cards[:_SHOWN_CARDS]), len(result.fitting_cards) - _SHOWN_CARDS
         others = f" and {count(more)} larger cards" if more > 0 else ""
-        return [hanging("as it is: ", f"fits on {names}{others}")]
-    return [hanging("as it is: ", "fits on no card in the list")]
+        return [hanging("unchanged: ", f"fits on {names}{others}")]
+    return [hanging("unchanged: ", "fits on no card in the list")]
 
 
 def cards_table(result: "PlanResult") -> str:

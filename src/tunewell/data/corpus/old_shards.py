@@ -228,7 +228,7 @@ class _Unpacker:
 
     def _no_roles(self, number: int, texts: Sequence[str]) -> UserError:
         return UserError(
-            f"`{self.shard.name}`: every token is supervised, and {number} conversations have no roles",
+            f"`{self.shard.name}`: the labels mask nothing, and {number} conversations have no role markers",
             where=f"the first text begins {texts[0][:60]!r}",
             fix="set `template` to the chat template of the shards; or set `format: text` on the source to train on "
             "every token; or use the rows from which they were made",
@@ -269,7 +269,7 @@ def _has_all(document: _Packed) -> bool:
 
 
 def _with_line_ends(text: str) -> str:
-    """Write the line ends of a chat template again into a text without any."""
+    """Restore the line ends of a chat template in a text without any."""
     for pattern, line_end in _LINE_ENDS if "\n" not in text else ():
         text = pattern.sub(line_end, text)
     return text

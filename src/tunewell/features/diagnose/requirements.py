@@ -3,7 +3,7 @@
     trl==0.8.6            SFTTrainer cannot be created: this trl passes `tokenizer` to Trainer ...
     transformers>=5       fix: `pip install 'trl>=0.29'`
 
-A requirement without an upper bound stands for the newest release, because that is what pip installs.
+A requirement without an upper bound is checked as the newest release, because that is what pip installs.
 """
 
 import re
@@ -56,7 +56,7 @@ def version_conflicts(text: str, reading: Reading) -> str:
 
 
 def _stated(line: str, names: list[str], *, is_list: bool) -> list[tuple[str, str, str]]:
-    """Return the name, the version to check and the words of each requirement in a line."""
+    """Return the name, the version to check and the text of each requirement in a line."""
     pattern = (
         rf"(?i)(?<![\w./-])[`'\"]?({'|'.join(names)})[`'\"]?(?:\[[\w, -]*\])?(?![\w./-]*[/:]\w)"
         r"(?:[ \t]*(==?=?|~=|>=|<=|[<>^~:])?[ \t]*(?:version:?[ \t]*)?[`'\"]?[v^~]?(\d+(?:\.\d+)*)([ \t]*,[ \t]*<)?)?"

@@ -1,4 +1,4 @@
-"""Facts about a log that need arithmetic: rules on the series of losses, and on numbers told in a text.
+"""Facts about a log that need arithmetic: rules on the series of losses, and on numbers stated in a text.
 
 `read_facts` returns facts by name with their evidence. Signatures refer to them in `facts`. Findings of the rules of
 `training/health.py` and `training/log_rules.py` have the prefix `series:`.
@@ -90,7 +90,7 @@ _COMMENT = re.compile(r"\s*(?:#|//)")
 
 
 def advice_lines(text: str) -> frozenset[int]:
-    """Return the lines that tell what to do, not what happened: items of a list with an imperative, code comments."""
+    """Return the lines that give advice and do not describe a failure: list items with an imperative, code comments."""
     has_fence = "```" in text
     is_code = "Traceback" not in text and _CODE.search(text) is not None
     inside = is_code and not has_fence

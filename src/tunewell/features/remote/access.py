@@ -128,7 +128,7 @@ def _find_keys(
 
 
 def _identity(scheme: str, settings: Storage, environ: Mapping[str, str]) -> str:
-    """Return where the storage library finds an identity; `none` if it would ask the metadata service unasked."""
+    """Return where the storage library finds an identity; `none` if it would ask the metadata service."""
     groups = () if environ.get("AZURE_CREDENTIAL_TYPE") == "managed_identity" else _IDENTITIES[scheme]
     for group in groups:
         if all(environ.get(name, "").lower() not in ("", "0", "false") for name in group.split()):

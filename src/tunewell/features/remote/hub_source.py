@@ -137,7 +137,7 @@ def _open(name: str, revision: str, options: SourceOptions) -> _Repository:
         raise UserError(
             f"the data set `{name}` of the hub cannot be downloaded: {problem}",
             where=f"hf://datasets/{name}",
-            fix="check your network, use the files of an earlier download with `--offline`, or name local rows",
+            fix="check your network, use the files of an earlier download with `--offline`, or use local rows",
         )
     options.progress(Progress(f"looking up {name}"))
     from huggingface_hub import HfApi

@@ -56,15 +56,15 @@ def _require_allowed(url: str, *, is_after_public: bool) -> bool:
     found = [getattr(ip, "ipv4_mapped", None) or ip for ip in map(ipaddress.ip_address, names)]
     if any(ip.is_link_local or str(ip) in _METADATA for ip in found):
         raise UserError(
-            f"`{host}` is a metadata service of a cloud or a link-local address, which is never read",
+            f"`{host}` is a metadata service of a cloud or a link-local address; tunewell never reads from it",
             where=url[:200],
-            fix="name the address of the file itself",
+            fix="use the address of the file itself",
         )
     is_public = any(ip.is_global for ip in found)
     if is_after_public and not all(ip.is_global for ip in found):
         raise UserError(
             f"a public server redirects to `{host}` in a private network",
             where=url[:200],
-            fix="if you trust that address, name it instead",
+            fix="if you trust that address, use it directly",
         )
     return is_public

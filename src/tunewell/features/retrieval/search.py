@@ -156,5 +156,5 @@ def open_retriever(address: str) -> Retriever:
     notes = []
     if not store.manifest.has_hashes:
         command = rebuild_command(shown_address(address), store.manifest.arguments)
-        notes = [f"this index has no checksums, so changes in its files are not noticed; add them with `{command}`"]
+        notes = [f"this index has no checksums, so changes in its files are not detected; add them with `{command}`"]
     return Retriever(store, embedder, notes)
