@@ -1,13 +1,12 @@
 """Plant a bottleneck, ask `tunewell profile --apply` for it, and compare the predicted with the measured gain.
 
-python benchmarks/bottlenecks.py                 all seven, on the CPU (about ten minutes on two cores)
+python benchmarks/bottlenecks.py                 all six, on the CPU (about ten minutes on two cores)
 python benchmarks/bottlenecks.py threads data    some of them
 """
 
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -86,43 +85,13 @@ def profile(name: str, num_steps: int, record: Path | None) -> bool:
     return is_right
 
 
-def padding() -> bool:
-    """Rows like those of a script that seemed stuck: 34 tokens on average, 67 at most, padded to 1,024."""
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        write_project(folder, {"model": "preset:tiny-23m", "train": {"micro_batch_tokens": 2048, "batch_tokens": 2048}})
-        words = ["the", "college", "opens", "its", "doors", "on", "Monday", "and", "closes", "them", "in", "June"]
-        draw = random.Random(0)
-        texts = [[draw.choice(words) for _ in range(min(25, max(3, round(draw.gauss(9, 4)))))] for _ in range(200)]
-        rows = [{"instruction": " ".join(text[:2]), "output": " ".join(text[2:])} for text in texts]
-        lines = (json.dumps(row) + "\n" for row in rows)
-        (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
-        command = [sys.executable, "-m", "tunewell", "profile", "--padded-to", "1024", "--rows", "rows.jsonl"]
-        done = subprocess.run([*command, "--apply", "--json"], cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print("padding failed:", done.stderr[-2000:])
-        return False
-    found = json.loads(done.stdout)
-    predicted, measured = found["predicted_ratio"], found["measured_ratio"]
-    error = predicted / measured - 1
-    print(
-        f"padding      {found['share']:.1%} padding, mean {found['mean']:.1f}, longest {found['longest']}, "
-        f"{found['work']:.1f} times the tokens; predicted {predicted:.1f} measured {measured:.1f} error {error:+.1%}",
-        flush=True,
-    )
-    print(f"    {found['verdict']}", flush=True)
-    return abs(error) <= 0.25
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=["padding", *CASES])
+    parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write what each profile printed to FOLDER")
     arguments = parser.parse_args()
-    results = [
-        padding() if name == "padding" else profile(name, arguments.steps, arguments.record) for name in arguments.cases
-    ]
+    results = [profile(name, arguments.steps, arguments.record) for name in arguments.cases]
     sys.exit(not all(results))
 
 

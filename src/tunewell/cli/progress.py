@@ -3,11 +3,11 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tunewell.cli.render import console, is_interactive
-from tunewell.core.progress import Progress, ProgressListener, Timetable
+from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count, duration
 
 _LINE_SECONDS = 5.0
@@ -68,20 +68,22 @@ def _lines() -> ProgressListener:
 class StageText:
     """A listener that keeps the last progress, and describes it: stage, count, and the time left.
 
-    `verifying gguf q8_0, 12 of 20, about 25 s left`. The time left is that of the whole command if it is known,
-    otherwise that of the stage.
+    `verifying gguf q8_0, 12 of 20, about 25 s left`. The time left is that of the stage, from its measured rate.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.progress = Progress("")
-        self._began = self._received = clock()
+        self.progress = self._first = Progress("")
+        self._began = self._counted = self._received = clock()
 
     def __call__(self, progress: Progress) -> None:
         """Keep the progress."""
         self._received = self.clock()
-        if progress.stage != self.progress.stage:
+        is_new = progress.stage != self.progress.stage
+        if is_new:
             self._began = self._received
+        if is_new or progress.done < self.progress.done:  # a stage can count several things in turn
+            self._first, self._counted = progress, self._received
         self.progress = progress
 
     @property
@@ -102,11 +104,10 @@ class StageText:
         return ", ".join(parts)
 
     def _seconds_left(self) -> float | None:
-        progress = self.progress
-        if progress.seconds_left is not None:
-            return progress.seconds_left - (self.clock() - self._received)
-        share = progress.done / progress.total if progress.total else 0.0
-        return self.stage_seconds * (1 - share) / share if share >= _SURE_SHARE else None
+        done, rest = self.progress.done - self._first.done, self.progress.total - self.progress.done
+        if not self.progress.total or done < max(1, _SURE_SHARE * (done + rest)):
+            return None
+        return (self._received - self._counted) * rest / done - (self.clock() - self._received)
 
     def __rich__(self) -> str:
         return self.text()
@@ -117,17 +118,8 @@ def _amount(number: int, unit: str) -> str:
 
 
 @contextmanager
-def shown_stages(expected: Mapping[str, float] | None = None) -> Iterator[ProgressListener]:
-    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal.
-
-    `expected` are the seconds of each stage (`planning.pace`); with it, the time left is that of the whole command.
-    """
-    with _shown_stages() as show:
-        yield Timetable(show, expected) if expected else show
-
-
-@contextmanager
-def _shown_stages() -> Iterator[ProgressListener]:
+def shown_stages() -> Iterator[ProgressListener]:
+    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal."""
     if not is_interactive():
         with _stage_lines() as show:
             yield show

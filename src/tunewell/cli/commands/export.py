@@ -51,7 +51,6 @@ def command(
     """
     from tunewell.export.options import ExportOptions
     from tunewell.export.proof_process import ProofProcess
-    from tunewell.planning.pace import export_seconds
     from tunewell.runs.resolve import resolve_model
 
     options = ExportOptions(
@@ -68,9 +67,7 @@ def command(
     ).checked()
     # Whatever is wrong with the run is reported before torch is imported.
     ref = resolve_model(place, checkpoint=checkpoint, base=base, sets=set_ or ())
-    resolved = options.resolved(ref)
-    expected = export_seconds(ref.model, resolved.to or (), resolved.gguf or ())
-    with ProofProcess() as proof, shown_stages(expected) as progress:
+    with ProofProcess() as proof, shown_stages() as progress:
         progress(Progress("importing torch"))
         from tunewell.cli.startup import import_libraries, keep_memory_on_cpu
 

@@ -12,7 +12,6 @@ from tunewell.cli.screens.verdict import comparison_screen, lined, verdict_lines
 from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
-    from tunewell.inference.model_ref import ModelRef
     from tunewell.records.report import Validation
 
 
@@ -51,7 +50,7 @@ def command(
             LocalFile.find(path, base=Path(), options=SourceOptions())
     else:
         require_rows(ref)
-    with shown_stages(_expected_seconds(ref, data, num_models=1 if against is None else 2)) as progress:
+    with shown_stages() as progress:
         progress(Progress("importing torch"))
         from tunewell.cli.startup import import_libraries, keep_memory_on_cpu
 
@@ -82,19 +81,6 @@ def command(
         emit(f"{comparison_screen(both.comparison, both.notes)}\n\n{verdict_lines(result.report)}\n{closing(result)}")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
-
-
-def _expected_seconds(ref: "ModelRef", data: str | None, *, num_models: int) -> dict[str, float]:
-    """Return the expected seconds of each stage on a CPU; empty if unknown, e.g. for rows that are not read yet."""
-    from tunewell.data.corpus.reader import open_corpus
-    from tunewell.machine.machine import read_machine
-    from tunewell.planning.pace import validate_seconds
-
-    if data is not None or ref.corpus is None or num_models > 1 or read_machine().gpus:
-        return {}
-    rules, held_out = ref.loaded.config.verdict, open_corpus(ref.corpus).held_out
-    lengths = [int(length) for length in held_out.index["length"]][: rules.max_documents]
-    return validate_seconds(ref.model, held_out=lengths, questions=rules.questions, has_base=ref.base is not None)
 
 
 def closing(result: "Validation") -> str:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _RUN = "A finished run. Default: this folder's run."
 _STEPS = "Measure this many steps of the config (of RUN's, if RUN is given). Nothing is kept."
 _APPLY = "Try the recommended setting, and print both results. The config is not changed."
-_PADDED_TO = "Count the padding of a script that pads every row of `--rows` to this many tokens."
-_ROWS = "The rows of that script. Needs `--model` for its tokenizer."
 _DEFAULT_STEPS = 20
 _MIN_STEPS = 3
 
@@ -39,8 +37,6 @@ def command(
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="Device: `cpu`, `cuda`, `cuda:1` or `mps`.")
     ] = None,
-    padded_to: Annotated[int | None, typer.Option(metavar="N", help=_PADDED_TO)] = None,
-    rows: Annotated[str | None, typer.Option(metavar="FILE", help=_ROWS)] = None,
     enable_fault_injection: Annotated[bool, typer.Option("--enable-fault-injection", hidden=True)] = False,
     child: Annotated[Path | None, typer.Option("--child", hidden=True)] = None,
     copies: Annotated[Path | None, typer.Option("--copies", hidden=True)] = None,
@@ -48,16 +44,11 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Show where the time of a training step goes, and the setting that would make it faster."""
-    from tunewell.cli.progress import shown_stages
     from tunewell.features.profile.bottlenecks import ProfileResult, find_bottlenecks
-    from tunewell.features.profile.screen import padding_json, padding_screen, profile_screen
-    from tunewell.features.profile.workflow import ChildFailed, Job, profile_config, profile_padding
+    from tunewell.features.profile.screen import profile_screen
+    from tunewell.features.profile.workflow import ChildFailed, Job, profile_config
 
-    if (padded_to is None) != (rows is None):
-        raise UserError("`--padded-to` and `--rows` are used together", fix="see `tunewell profile --help`")
-    if padded_to is not None and padded_to < 1:
-        raise UserError(f"`--padded-to {padded_to}` is not a number of tokens")
-    is_live = apply or any(given is not None for given in (padded_to, steps, config, model, data))
+    is_live = apply or any(given is not None for given in (steps, config, model, data))
     if steps is not None and steps < _MIN_STEPS:
         raise UserError(f"`--steps {steps}` is too few: the minimum is {_MIN_STEPS}")
     if not is_live:
@@ -68,24 +59,15 @@ def command(
         emit(json_text(result.as_json()) if json else profile_screen(result))
         return
 
-    if rows is not None:
-        # The other script trains on every row.
-        set_ = [*(set_ or ()), "data.held_out=0", "data.clean.exact_duplicate=keep", "data.clean.near_duplicate=keep"]
-        data = [rows]
     loaded = _load(run, config, set_, model=model, data=data, device=device, trial=try_)
     if child is not None:
         assert copies is not None
         is_trying_threads = (try_ or "").startswith("train.threads=")
-        job = Job(child, copies, steps or _DEFAULT_STEPS, padded_to, keeps_waits=is_trying_threads)
+        job = Job(child, copies, steps or _DEFAULT_STEPS, keeps_waits=is_trying_threads)
         _measure(loaded, job, allow_faults=enable_fault_injection)
         return
     clean_up_when_terminated()
     try:
-        if padded_to is not None:
-            with shown_stages() as progress:
-                padding = profile_padding(loaded, padded_to, context.obj, applies=apply, progress=progress)
-            emit(json_text(padding_json(padding, str(rows))) if json else padding_screen(padding, str(rows)))
-            return
         result = profile_config(loaded, context.obj, applies=apply)
     except ChildFailed as failed:
         raise typer.Exit(failed.code) from None
@@ -131,8 +113,6 @@ def _load(
         changed.append("data.sources=[]")  # the copy is complete and must not be prepared again
         data = None
     loaded = load_for_run(config, changed, is_resuming=False, model=model, data=data)
-    if loaded.config.model is None and data:
-        raise UserError("no model is set, whose tokenizer the rows need", fix="add `--model MODEL`")
     require_training_data(loaded, is_resuming=False)
     return loaded
 

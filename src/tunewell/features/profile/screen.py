@@ -1,15 +1,14 @@
 """The screen of `tunewell profile`: the verdict, the parts of a step, speed, ceilings, and what was tried."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tunewell.cli.render import folded_table, hanging, one_line, table
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.units import count, percent
 from tunewell.features.profile.bottlenecks import Bottleneck, ProfileResult, covered_share, machine_share, time_by_part
-from tunewell.features.profile.padding import padding_verdict
 
 if TYPE_CHECKING:
-    from tunewell.features.profile.records import Padding, Profile
+    from tunewell.features.profile.records import Profile
 
 _LABELS = {
     "matmul": "matrix products",
@@ -108,38 +107,3 @@ def _applied(result: ProfileResult, best: Bottleneck, applied: "Profile") -> lis
         ["measured", _milliseconds(applied.total_seconds), f"{gain:.2f}"],
     ]
     return [f"tried `{best.key}: {best.value}`", "", table(rows, right=(1, 2))]
-
-
-def padding_screen(padding: "Padding", rows: str) -> str:
-    """Return the screen of `--padded-to`."""
-    ways = [
-        (f"padded to {count(padding.padded_to)}", padding.padded_tokens),
-        (f"to the longest of {padding.batch_rows}", padding.longest_in_batch_tokens),
-        ("packed", padding.tokens),
-    ]
-    cells = [[name, count(tokens), f"{tokens / padding.tokens:.1f}"] for name, tokens in ways]
-    lengths = (
-        f"{padding.mean:.1f} tokens on average, median {padding.median:g}, 95% up to {padding.percentile_95:g}, "
-        f"longest {count(padding.longest)}"
-    )
-    lines = [hanging("", padding_verdict(padding, rows)), ""]
-    lines.append(table([["", "tokens", "times the work"], *cells], right=(1, 2)))
-    lines += ["", folded_table([["rows", count(padding.rows)], ["lengths", lengths]])]
-    if padding.truncated_rows:
-        lines.append(hanging("note: ", f"{count(padding.truncated_rows, 'row')} are longer and lose their end"))
-    if padding.measured_ratio is None:
-        lines.append(hanging("next: ", "add `--apply` to measure both ways on this machine"))
-        return "\n".join(lines)
-    both = [
-        ["", "ms per row"],
-        ["padded", _milliseconds(padding.padded_seconds or 0.0)],
-        ["packed", _milliseconds(padding.packed_seconds or 0.0)],
-    ]
-    ratio = f"{padding.measured_ratio:.1f} times as long; {padding.predicted_ratio or 0.0:.1f} times were predicted"
-    return "\n".join([*lines, "", table(both, right=(1,)), hanging("", f"Padded rows took {ratio} from their FLOP.")])
-
-
-def padding_json(padding: "Padding", rows: str) -> dict[str, Any]:
-    """Return the object that `--padded-to --json` prints."""
-    computed = {"share": padding.share, "work": padding.work, "measured_ratio": padding.measured_ratio}
-    return {"verdict": padding_verdict(padding, rows), **padding.model_dump(mode="json"), **computed}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
@@ -20,17 +20,13 @@ from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.features.profile.bottlenecks import ProfileResult, find_bottlenecks
-from tunewell.features.profile.padding import count_padding
-from tunewell.features.profile.records import Padding, Profile
-from tunewell.records.base import Record, read_record
+from tunewell.features.profile.records import Profile
+from tunewell.records.base import read_record
 from tunewell.runs.config import RunOptions
-from tunewell.workflows.prepare import temporary_corpus
 
 if TYPE_CHECKING:
     from tunewell.training.run import Run
     from tunewell.workflows.train import Training
-
-R = TypeVar("R", bound=Record)
 
 _PROFILE = "profile.json"
 _MEMORY_DISK = Path("/dev/shm")
@@ -50,13 +46,13 @@ def profile_config(loaded: LoadedConfig, argv: Sequence[str], *, applies: bool) 
     Raises ChildFailed if the child printed an error, and UserError if it was killed. Nothing is left behind.
     """
     with _scratch(loaded) as scratch:
-        profile = _run_child(argv, scratch, None, Profile)
+        profile = _run_child(argv, scratch, None)
         result = ProfileResult(profile, find_bottlenecks(profile))
         if not applies or not result.bottlenecks:
             return result
         best = result.bottlenecks[0]
         value = json.dumps(str(scratch.copy)) if best.key == "corpus" else best.value
-        return replace(result, applied=_run_child(argv, scratch, f"{best.key}={value}", Profile))
+        return replace(result, applied=_run_child(argv, scratch, f"{best.key}={value}"))
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def _scratch(loaded: LoadedConfig) -> Iterator[_Scratch]:
         yield _Scratch(Path(folder), Path(copies) / "corpus")
 
 
-def _run_child(argv: Sequence[str], scratch: _Scratch, trial: str | None, kind: type[R]) -> R:
+def _run_child(argv: Sequence[str], scratch: _Scratch, trial: str | None) -> Profile:
     result = scratch.folder / _PROFILE
     result.unlink(missing_ok=True)
     added = ["--child", str(scratch.folder), "--copies", str(scratch.copy), *(["--try", trial] if trial else [])]
@@ -93,17 +89,16 @@ def _run_child(argv: Sequence[str], scratch: _Scratch, trial: str | None, kind: 
         raise UserError(f"the process that was measured was killed by {name}", where="most often for memory", fix=fix)
     if done.returncode or not result.is_file():
         raise ChildFailed(done.returncode or 1)
-    return read_record(result, kind)
+    return read_record(result, Profile)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the child measures: some steps, or rows that are padded to a fixed length."""
+    """What the child measures."""
 
     folder: Path
     copies: Path
     num_steps: int
-    padded_to: int | None = None
     keeps_waits: bool = False
     """Whether the time that other programs use the processor counts, as it does for too many threads."""
 
@@ -131,7 +126,7 @@ def measure(loaded: LoadedConfig, options: RunOptions, job: Job, listener: Progr
         with training.process_settings(plan):
             _, run = training.build(opened, corpus, plan, order)
             opened.keep()
-            result = _measure_padding(run, job, listener) if job.padded_to else _measure_steps(run, training, job)
+            result = _measure_steps(run, training, job)
         run.close()
     write_atomic(job.folder / _PROFILE, stable_json(result.model_dump(mode="json")))
 
@@ -152,26 +147,6 @@ def _measure_steps(run: "Run", training: "Training", job: Job) -> Profile:
         )
     except ProfileStopped as stopped:
         raise UserError(f"the run stopped before {job.num_steps} steps were measured: {stopped}") from stopped
-
-
-def _measure_padding(run: "Run", job: Job, listener: ProgressListener) -> Padding:
-    from tunewell.features.profile.padded_batch import measure_padding
-
-    assert job.padded_to is not None
-    listener(Progress("measuring padded and packed rows in turn"))
-    times = measure_padding(run, job.padded_to)
-    return count_padding(run.order.lengths, job.padded_to).model_copy(update=times._asdict())
-
-
-def profile_padding(
-    loaded: LoadedConfig, padded_to: int, argv: Sequence[str], *, applies: bool, progress: ProgressListener
-) -> Padding:
-    """Count the padding of the rows in the config; with `applies`, measure both ways in a child process."""
-    if applies:
-        with _scratch(loaded) as scratch:
-            return _run_child(argv, scratch, None, Padding)
-    with temporary_corpus(loaded, {}, progress) as corpus:
-        return count_padding(corpus.index["length"].astype("int64"), padded_to)
 
 
 def _copier(corpus: Path, copies: Path, documents: Callable[[Any], Any]) -> Callable[[], Any]:
