@@ -92,14 +92,12 @@ class FormatEntry(Entry):
 
 
 def _formats() -> list[FormatEntry]:
-    table: dict[str, dict[str, Any]] = tomllib.loads(
-        Path(__file__).with_name("formats.toml").read_text(encoding="utf-8")
-    )
-    lists = ("columns", "uses", "files")
-    return [
-        FormatEntry(name, **entry | {key: tuple(entry[key]) for key in lists if key in entry})
-        for name, entry in table.items()
-    ]
+    table = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
+    found: list[FormatEntry] = []
+    for name, entry in table.items():
+        lists: dict[str, Any] = {key: tuple(entry.pop(key, ())) for key in ("columns", "uses", "files")}
+        found.append(FormatEntry(name, **entry, **lists))
+    return found
 
 
 FORMATS: Registry[FormatEntry] = Registry("row format", _formats())
