@@ -7,6 +7,7 @@ A figure that grows is an error until `counts.json` has the new figure with its 
 import ast
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,9 @@ def count() -> dict[str, int]:
 def trace() -> dict[str, int]:
     """Return how many functions one optimizer step enters with each method, and a whole `train` with LoRA."""
     with tempfile.TemporaryDirectory(prefix="tunewell-trace-") as folder:
-        done = subprocess.run([sys.executable, str(_TRACER)], cwd=folder, capture_output=True, text=True, check=False)
+        env = os.environ | {"TUNEWELL_CACHE": folder}  # functions that fill a cache count
+        command = [sys.executable, str(_TRACER)]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
