@@ -25,7 +25,7 @@ from tunewell.model_files.presets import is_preset
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Chosen, Start
-from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, RunDir, Status, read_outcome
+from tunewell.records.rundir import RUN_CONFIG, Outcome, RunDir, Status, find_outcome
 
 # Options of one `train` call that are not part of the config: resume, command line, process-wide settings.
 
@@ -121,8 +121,7 @@ def ended_before(loaded: LoadedConfig) -> Outcome | None:
 
     A run that was stopped counts only if nobody has looked at it: `--resume` alone repeats it.
     """
-    run = loaded.path(loaded.config.run)
-    outcome = read_outcome(run) if is_launched() and (run / OUTCOME).is_file() else None
+    outcome = find_outcome(loaded.path(loaded.config.run)) if is_launched() else None
     ends = ("finished", "stopped") if num_restarts() else ("finished",)
     return outcome if outcome is not None and outcome.status in ends else None
 

@@ -18,11 +18,11 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
 from tunewell.core.units import count
+from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain
-from tunewell.runs.listing import read_object, summarise
+from tunewell.runs.listing import summarise
 
 SWEEP = "sweep.json"
-_FORMAT_VERSION = 1
 _MAX_RUNS = 1000
 _SEED = "seed"
 _NAME_PARTS = re.compile(r"[^A-Za-z0-9.+-]+")
@@ -150,30 +150,29 @@ class SweepSpec:
 
 def write_sweep(folder: Path, spec: SweepSpec, trials: Sequence[Trial], result: "SweepResult | None" = None) -> None:
     """Write `sweep.json` atomically, without secrets."""
-    payload: dict[str, Any] = {"format": "tunewell-sweep", "format_version": _FORMAT_VERSION, "spec": asdict(spec)}
+    payload: dict[str, Any] = {"format": "tunewell-sweep", "format_version": 1, "spec": asdict(spec)}
     payload["runs"] = [asdict(trial) for trial in trials]
     if result is not None:
         payload["result"] = result.as_json()
     write_atomic(folder / SWEEP, stable_json(redact(payload)))
 
 
+class SweepFile(Record):
+    """What `sweep.json` says of a sweep that can be resumed."""
+
+    format_version: int = 1
+    spec: SweepSpec
+    runs: list[Trial]
+
+
 def read_sweep(folder: Path) -> tuple[SweepSpec, list[Trial]]:
     """Read `sweep.json`; raise UserError if it is missing, damaged or of a newer version."""
     path = folder / SWEEP
-    raw = read_object(path)
-    if raw is None:
-        what = f"`{path}` is damaged" if path.exists() else f"there is no sweep in `{folder}`"
-        raise UserError(what, fix="start a new sweep in another folder with `--out`")
-    if raw.get("format_version", 0) > _FORMAT_VERSION:
-        raise UserError(f"`{path}` was created by a newer version of tunewell", fix="pip install --upgrade tunewell")
-    try:
-        known = SweepSpec.__dataclass_fields__
-        spec = SweepSpec(**{key: value for key, value in raw["spec"].items() if key in known})
-        return spec, [Trial(entry["name"], dict(entry["settings"])) for entry in raw["runs"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"`{path}` is damaged", where=str(error), fix="start a new sweep in another folder with `--out`"
-        ) from error
+    if not path.is_file():
+        fix = "start a new sweep in another folder with `--out`"
+        raise UserError(f"there is no sweep in `{folder}`", fix=fix)
+    file = read_record(path, SweepFile)
+    return file.spec, file.runs
 
 
 def require_same_sweep(folder: Path, spec: SweepSpec) -> list[Trial]:
