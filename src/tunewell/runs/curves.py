@@ -58,7 +58,7 @@ def line_of_run(run: Path, name: str) -> Line:
 def shown_together(lines: Sequence[Line]) -> tuple[list[tuple[int, float]], float | None]:
     """Return the points that all lines show, clipped, and the loss at which they are clipped. None: nowhere."""
     limits = [limit for line in lines if (limit := ceiling((), line.held_out)) is not None]
-    limit = max(limits) if len(limits) == len(lines) else None
+    limit = max(limits, default=None) if len(limits) == len(lines) else None
     return cut([point for line in lines for point in drawable(line.held_out)], limit), limit
 
 
