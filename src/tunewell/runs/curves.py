@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
 from tunewell.core.units import count
 from tunewell.records.events import read_losses
 from tunewell.runs.loss_curve import (
@@ -65,11 +64,6 @@ def shown_together(lines: Sequence[Line]) -> tuple[list[tuple[int, float]], floa
 def letter(index: int) -> str:
     """Return the letter of a line: a, b, c ..."""
     return chr(ord("a") + index % MAX_LINES)
-
-
-def write_curves_svg(path: Path, lines: Sequence[Line], *, title: str) -> None:
-    """Write the curves to an SVG file, atomically."""
-    write_atomic(path, curves_svg(lines, title=title))
 
 
 def curves_svg(lines: Sequence[Line], *, title: str, is_page: bool = False) -> str:

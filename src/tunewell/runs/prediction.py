@@ -18,9 +18,10 @@ from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import shape_of
 from tunewell.planning.memory import CONTEXT_BYTES
 from tunewell.planning.plan import plan_run
+from tunewell.records.base import read_record
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.prediction import Measurement
-from tunewell.records.rundir import read_outcome, write_outcome
+from tunewell.records.rundir import OUTCOME, Outcome, write_outcome
 from tunewell.runs.config import RunOptions
 from tunewell.runs.probe import cached_probe, probe_run, sweep_sizes, with_probe
 from tunewell.runs.result import MetricsRecorder, TrainResult
@@ -109,7 +110,7 @@ def make_measurement(result: TrainResult, device: str) -> Measurement:
 def update_outcome(result: TrainResult, device: str) -> TrainResult:
     """Write the verdict to `outcome.json`, and what the run needed with it. Return the result."""
     with suppress(OSError, UserError):  # the run is complete without it
-        outcome = read_outcome(result.run)
+        outcome = read_record(result.run / OUTCOME, Outcome)
         update = {
             "measured": make_measurement(result, device),
             "verdict": result.validation and result.validation.report.verdict,

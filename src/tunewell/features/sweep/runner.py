@@ -16,7 +16,7 @@ from tunewell.config.extensions import METHODS
 from tunewell.config.keys import parse_key, resolve_alias
 from tunewell.config.load import ConfigLike, LoadedConfig, as_sets
 from tunewell.core.errors import UserError
-from tunewell.core.files import is_disk_full
+from tunewell.core.files import is_disk_full, write_atomic
 from tunewell.core.units import count, size_bytes
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.features.sweep.sweep import (
@@ -36,7 +36,7 @@ from tunewell.records.plan import PLAN, Chosen
 from tunewell.records.report import REPORT
 from tunewell.records.rundir import OUTCOME
 from tunewell.runs.config import RunOptions, load_for_run
-from tunewell.runs.curves import line_of_run, write_curves_svg
+from tunewell.runs.curves import curves_svg, line_of_run
 from tunewell.runs.listing import read_object
 from tunewell.training.events import Listener
 from tunewell.workflows.prepare import prepare
@@ -200,7 +200,8 @@ class SweepRunner:
         """Name the best run, draw the curves, and write `sweep.json`."""
         result = conclude(self.folder, self.spec.alternatives, self.results(), self.notes)
         lines = [line_of_run(Path(one.run), one.name) for one in result.runs if one.steps]
-        write_curves_svg(self.folder / PICTURE, [line for line in lines if line.held_out], title="held-out loss")
+        picture = curves_svg([line for line in lines if line.held_out], title="held-out loss")
+        write_atomic(self.folder / PICTURE, picture)
         if self.is_interrupted:
             result = replace(result, is_interrupted=True, exit_code=130, next_command=self._resume_command)
         elif result.best is not None:
