@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tunewell.cli.screens.curve import draw_curve
+from tunewell.cli.screens.curve import draw_curve, draw_curves
+from tunewell.runs.curves import Line, curves_svg
 
 FALLING = [(step, 2.0 - step / 100) for step in range(1, 101)]
 LOOKS = [(0, 2.0), (50, 1.4), (100, 1.6)]
@@ -130,3 +131,9 @@ def test_no_losses_are_too_odd_to_be_drawn(losses, held_out, width, height, is_a
     if curve:
         axis = [line for line in curve.splitlines() if line.endswith(("-" if is_ascii else "─") * width)]
         assert axis and all(len(line) <= len(axis[0]) for line in curve.splitlines()[:height])
+
+
+def test_nothing_to_compare_draws_nothing() -> None:
+    """A comparison of models without runs has no curves; it must not fail for that."""
+    assert draw_curves([]) == "" and draw_curves([Line("empty")]) == ""
+    assert "no finite loss" in curves_svg([], title="losses")

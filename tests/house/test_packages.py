@@ -33,7 +33,6 @@ TORCH_FREE = (
     "runs/listing.py",
     "runs/status.py",
     "workflows/plan.py",
-    "workflows/runs.py",
 )
 HEAVY = ("torch", "transformers", "datasets", "rich", "typer")
 _IMPORT_ALL = """

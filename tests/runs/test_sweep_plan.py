@@ -1,4 +1,4 @@
-"""What a sweep tries, how halving chooses, and what it concludes."""
+"""What a sweep tries, and what it concludes."""
 
 import json
 import math
@@ -13,8 +13,6 @@ from tunewell.features.sweep.sweep import (
     Trial,
     TrialResult,
     conclude,
-    halving_rungs,
-    held_out_at,
     make_trials,
     margin_interval,
     parse_sets,
@@ -50,35 +48,19 @@ def test_bad_alternatives_are_refused() -> None:
             parse_sets(sets)
     fixed, alternatives = parse_sets(["seed=3", "train.max_steps=4,8", "novalue"])
     assert (fixed, alternatives) == (["seed=3", "novalue"], {"train.max_steps": ["4", "8"]})
-    for values, tries in (({}, None), ({"a": ["1"]}, None), ({"a": ["1", "2"]}, 1)):
+    for values in ({}, {"a": ["1"]}):
         with pytest.raises(UserError):
-            make_trials(values, tries=tries)
+            make_trials(values)
     with pytest.raises(UserError, match="combinations"):
-        make_trials({key: [str(value) for value in range(11)] for key in "abc"}, tries=None)
+        make_trials({key: [str(value) for value in range(11)] for key in "abc"})
 
 
 def test_every_combination_is_a_run_with_its_own_name() -> None:
     """Names are folders: distinct, and without characters that a shell or a disk treats specially."""
-    trials = make_trials(
-        {"train.learning_rate": ["1e-4", "1e-3"], "data.sources": ["[a/b.jsonl]", "[c d]"]}, tries=None
-    )
+    trials = make_trials({"train.learning_rate": ["1e-4", "1e-3"], "data.sources": ["[a/b.jsonl]", "[c d]"]})
     assert len(trials) == 4 == len({trial.name for trial in trials})
     assert all(set(trial.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_.-+") for trial in trials)
     assert trials[0].sets() == ["train.learning_rate=1e-4", "data.sources=[a/b.jsonl]"]
-    chosen = make_trials({"a": [str(value) for value in range(50)], "b": ["x", "y"]}, tries=12)
-    again = make_trials({"a": [str(value) for value in range(50)], "b": ["x", "y"]}, tries=12)
-    assert len(chosen) == 12 and chosen == again, "a resumed sweep must find the same runs"
-    assert len(make_trials({"a": ["1", "2", "3"]}, tries=12)) == 3
-
-
-def test_halving_doubles_the_steps_and_ends_with_two() -> None:
-    """The last round is complete, and every round has half of the runs and twice the steps."""
-    assert [(rung.num_trials, rung.share) for rung in halving_rungs(12)] == [(12, 0.125), (6, 0.25), (3, 0.5), (2, 1.0)]
-    assert [(rung.num_trials, rung.share) for rung in halving_rungs(2)] == [(2, 1.0)]
-    for number in range(2, 60):
-        rungs = halving_rungs(number)
-        assert rungs[-1].share == 1.0 and rungs[-1].num_trials == 2
-        assert sum(rung.num_trials * rung.share for rung in rungs) <= max(number, 4)
 
 
 def result(name: str, loss: float | None, status: str = "finished", **settings: str) -> TrialResult:
@@ -86,7 +68,7 @@ def result(name: str, loss: float | None, status: str = "finished", **settings: 
 
 
 def test_the_best_run_is_named_with_its_margin() -> None:
-    """Runs that failed, were halved or have no finite loss are never the best."""
+    """Runs that failed, were interrupted or have no finite loss are never the best."""
     results = [
         result("a", 1.5, lr="1"),
         result("b", 1.2, lr="2"),
@@ -148,7 +130,7 @@ def test_only_settings_of_the_data_need_another_corpus() -> None:
 def test_another_sweep_in_the_folder_is_refused(tmp_path: Path) -> None:
     """Resuming with other alternatives would mix two sweeps."""
     spec = SweepSpec({"a": ["1", "2"]}, ["b=3"], None, "model", ["rows.jsonl"])
-    trials = make_trials(spec.alternatives, tries=None)
+    trials = make_trials(spec.alternatives)
     write_sweep(tmp_path, spec, trials)
     assert require_same_sweep(tmp_path, spec) == trials
     assert read_sweep(tmp_path) == (spec, trials)
@@ -160,12 +142,3 @@ def test_another_sweep_in_the_folder_is_refused(tmp_path: Path) -> None:
             read_sweep(tmp_path)
     with pytest.raises(UserError, match="no sweep"):
         read_sweep(tmp_path / "nothing")
-
-
-def test_the_loss_of_a_round_is_that_of_its_step(tmp_path: Path) -> None:
-    """Halving compares losses at the same step, not the best of runs that went further."""
-    lines = [{"kind": "held_out", "step": step, "loss": loss} for step, loss in ((0, 3.0), (4, 2.0), (8, "nan"))]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert held_out_at(tmp_path, 4) == 2.0
-    assert math.isnan(held_out_at(tmp_path, 8) or 0.0)
-    assert held_out_at(tmp_path, 5) is None and held_out_at(tmp_path / "none", 4) is None

@@ -14,7 +14,7 @@ from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
 from tunewell.machine.facts import installed_versions, num_cores
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
-from tunewell.records.events import as_number, read_events
+from tunewell.records.events import read_losses
 from tunewell.records.healing import read_healing
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
@@ -55,12 +55,7 @@ def collect_provenance(ref: ModelRef, model: ChatModel) -> dict[str, Any]:
 
 
 def _curve(run: Path) -> Curve:
-    train, held_out = [], []
-    for event in read_events(run / "events.jsonl"):
-        if event["kind"] == "step" and event.get("supervised_tokens") != 0:
-            train.append((event["step"], as_number(event["loss"])))
-        elif event["kind"] == "held_out":
-            held_out.append((event["step"], as_number(event["loss"])))
+    train, held_out = read_losses(run / "events.jsonl")
     finite = [(loss, step) for step, loss in held_out if loss == loss]
     return Curve(train=train, held_out=held_out, best_step=min(finite)[1] if finite else None)
 

@@ -165,6 +165,18 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if event is not None]
 
 
+def read_losses(path: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """Return the training losses and the held-out losses of a log by step. Raises UserError like `read_events`.
+
+    A step without supervised tokens has no loss.
+    """
+    losses: dict[str, list[tuple[int, float]]] = {"step": [], "held_out": []}
+    for event in read_events(path):
+        if event["kind"] in losses and event.get("supervised_tokens") != 0:
+            losses[event["kind"]].append((event["step"], as_number(event["loss"])))
+    return losses["step"], losses["held_out"]
+
+
 def last_step(path: Path) -> int | None:
     """Return the number of the last intact `step` event, or None if there is no such event."""
     try:

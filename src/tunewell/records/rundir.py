@@ -241,10 +241,16 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     write_atomic(folder / OUTCOME, stable_json(plain(outcome.model_dump())))
 
 
+def find_outcome(run: Path) -> Outcome | None:
+    """Read the outcome of a run; return None if it has none. Raises UserError if it is damaged."""
+    path = run / OUTCOME
+    return read_record(path, Outcome) if path.is_file() else None
+
+
 def read_outcome(run: Path) -> Outcome:
     """Read the outcome of a run; raise UserError if it has none."""
-    path = run / OUTCOME
-    if not path.is_file():
+    outcome = find_outcome(run)
+    if outcome is None:
         fix = "name the folder of a run"
-        raise UserError(f"there is no finished run in `{run}`", where=f"expected `{path}`", fix=fix)
-    return read_record(path, Outcome)
+        raise UserError(f"there is no finished run in `{run}`", where=f"expected `{run / OUTCOME}`", fix=fix)
+    return outcome

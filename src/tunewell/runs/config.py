@@ -1,7 +1,6 @@
 """The config of a run: check it, write it to the run folder, load it for `--resume`, and build the resume command."""
 
 import json
-import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ from tunewell.model_files.files import locate
 from tunewell.model_files.presets import is_preset
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
-from tunewell.records.plan import PLAN, Chosen, Plan, Start
-from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, RunDir, Status, read_outcome
+from tunewell.records.plan import PLAN, Chosen, Start
+from tunewell.records.rundir import RUN_CONFIG, Outcome, RunDir, Status, find_outcome
 
 # Options of one `train` call that are not part of the config: resume, command line, process-wide settings.
 
@@ -49,15 +48,9 @@ class RunOptions:
     """Whether the process has only this run. Otherwise its age, and on a CPU its memory, are not those of the run."""
     measure_threads: Callable[[Sequence[Any]], Chosen[int]] | None = None
     """Replaces the measurement of the fastest number of threads, which the runs of a sweep share."""
-    pause_share: float | None = None
-    """Share of the planned steps after which the run evaluates, saves and stops, to be resumed; None: never."""
     faults: str | None = None
     """Faults to inject in tests, for example `nan@gradients:step=7`."""
     allow_faults: bool = False
-
-    def pause_step(self, plan: Plan) -> int | None:
-        """Return the step after which the run pauses; None if it does not."""
-        return None if self.pause_share is None else max(1, math.ceil(self.pause_share * plan.num_steps.value))
 
 
 OPEN_BOOK_CORPUS = "corpus-open-book"
@@ -128,8 +121,7 @@ def ended_before(loaded: LoadedConfig) -> Outcome | None:
 
     A stopped run counts only on a restart by the launcher: `--resume` alone continues it.
     """
-    run = loaded.path(loaded.config.run)
-    outcome = read_outcome(run) if is_launched() and (run / OUTCOME).is_file() else None
+    outcome = find_outcome(loaded.path(loaded.config.run)) if is_launched() else None
     ends = ("finished", "stopped") if num_restarts() else ("finished",)
     return outcome if outcome is not None and outcome.status in ends else None
 

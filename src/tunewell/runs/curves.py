@@ -2,28 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
 from tunewell.core.units import count
-from tunewell.records.events import as_number, read_events
+from tunewell.records.events import read_losses
 from tunewell.runs.loss_curve import (
-    LOG_RATIO,
-    MARGIN_BOTTOM,
     MARGIN_LEFT,
-    MARGIN_RIGHT,
-    MARGIN_TOP,
     Points,
     ceiling,
     cut,
+    draw_axes,
     drawable,
+    escape_text,
     format_loss,
-    linear_axis,
-    log_axis,
     path_through,
-    step_axis,
     tenth,
 )
 
@@ -46,7 +39,6 @@ class Line:
 
     name: str
     held_out: list[tuple[int, float]] = field(default_factory=list)
-    train: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -55,30 +47,23 @@ class Line:
 
 
 def line_of_run(run: Path, name: str) -> Line:
-    """Read the losses of a run. A missing or damaged log gives an empty line."""
+    """Read the held-out losses of a run. A missing or damaged log gives an empty line."""
     try:
-        events = read_events(run / "events.jsonl")
-    except (UserError, OSError):
+        return Line(name, read_losses(run / "events.jsonl")[1])
+    except (UserError, OSError, KeyError, TypeError, ValueError):
         return Line(name)
-    line = Line(name)
-    for event in events:
-        points = {"held_out": line.held_out, "step": line.train}.get(str(event.get("kind")))
-        try:
-            if points is not None and (event["kind"] == "held_out" or event.get("supervised_tokens")):
-                points.append((int(event["step"]), float(as_number(event["loss"]))))
-        except (KeyError, TypeError, ValueError):
-            continue
-    return line
+
+
+def shown_together(lines: Sequence[Line]) -> tuple[list[tuple[int, float]], float | None]:
+    """Return the points that all lines show, clipped, and the loss at which they are clipped. None: nowhere."""
+    limits = [limit for line in lines if (limit := ceiling((), line.held_out)) is not None]
+    limit = max(limits, default=None) if len(limits) == len(lines) else None
+    return cut([point for line in lines for point in drawable(line.held_out)], limit), limit
 
 
 def letter(index: int) -> str:
     """Return the letter of a line: a, b, c ..."""
     return chr(ord("a") + index % MAX_LINES)
-
-
-def write_curves_svg(path: Path, lines: Sequence[Line], *, title: str) -> None:
-    """Write the curves to an SVG file, atomically."""
-    write_atomic(path, curves_svg(lines, title=title))
 
 
 def curves_svg(lines: Sequence[Line], *, title: str, is_page: bool = False) -> str:
@@ -92,37 +77,19 @@ def curves_svg(lines: Sequence[Line], *, title: str, is_page: bool = False) -> s
     style = "" if is_page else f"<style>{_STYLE}</style>"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-label="{_text(title)}"{size}>\n'
-        f"<desc>{_text(described)}</desc>\n{style}"
+        f'aria-label="{escape_text(title)}"{size}>\n'
+        f"<desc>{escape_text(described)}</desc>\n{style}"
         f'<rect class="paper" width="{_WIDTH}" height="{height}" fill="#fff"/>'
-        f'<text class="heading" x="16" y="28">{_text(title)}</text>\n'
+        f'<text class="heading" x="16" y="28">{escape_text(title)}</text>\n'
         f'<g transform="translate(0 {_HEADER})">\n{_shapes(lines) or none}\n</g>\n' + "\n".join(legend) + "\n</svg>\n"
     )
 
 
 def _shapes(lines: Sequence[Line]) -> str:
-    known = [point for line in lines for point in drawable(line.held_out)]
+    known, limit = shown_together(lines)
     if not known:
         return ""
-    limits = [limit for line in lines if (limit := ceiling((), line.held_out)) is not None]
-    limit = max(limits) if len(limits) == len(lines) else None
-    values = [value for _, value in cut(known, limit)]
-    positive = [value for value in values if value > 0]
-    axis = log_axis if positive and max(positive) / LOG_RATIO >= min(positive) else linear_axis
-    left, right, bottom = MARGIN_LEFT, _WIDTH - MARGIN_RIGHT, _HEIGHT - MARGIN_BOTTOM
-    x, x_ticks = step_axis([step for step, _ in known], left, right)
-    y, y_ticks = axis(values, bottom, MARGIN_TOP)
-    parts = [
-        f'<path class="grid" stroke="#e6e6e0" fill="none" d="M{left:g} {tenth(y(tick)):g}H{right:g}"/>'
-        f'<text class="tick end" x="{left - 7:g}" y="{tenth(y(tick)) + 4:g}">{tick:,.6g}</text>'
-        for tick in y_ticks
-    ]
-    parts.append(f'<path class="frame" stroke="#575e66" fill="none" d="M{left:g} {bottom:g}H{right:g}"/>')
-    parts += [
-        f'<text class="tick middle" x="{tenth(x(tick)):g}" y="{bottom + 17:g}">{count(round(tick))}</text>'
-        for tick in x_ticks
-    ]
-    parts.append(f'<text class="tick end" x="{right:g}" y="{bottom + 34:g}">optimizer step</text>')
+    x, y, parts = draw_axes(known, _WIDTH, _HEIGHT)
     for index, line in enumerate(lines):
         points: Points = cut(line.held_out, limit)
         if path := path_through(points, x, y):
@@ -135,7 +102,7 @@ def _shapes(lines: Sequence[Line]) -> str:
 
 def _legend_row(index: int, line: Line, y: float) -> str:
     best = f"best {format_loss(line.best[1])} at step {count(line.best[0])}" if line.best else "no finite loss"
-    text = _text(f"{letter(index)}  {line.name}: {best}")
+    text = escape_text(f"{letter(index)}  {line.name}: {best}")
     key = f'<path class="line" fill="none" {_stroke(index)} d="M{MARGIN_LEFT:g} {y + 7:g}h26"/>'
     return f'{key}<text x="{MARGIN_LEFT + 34:g}" y="{y + 11:g}">{text}</text>'
 
@@ -147,8 +114,3 @@ def _colour(index: int) -> str:
 def _stroke(index: int) -> str:
     dash = _DASHES[index // len(_COLOURS) % len(_DASHES)]
     return f'stroke="{_colour(index)}" stroke-width="1.8"' + (f' stroke-dasharray="{dash}"' if dash else "")
-
-
-def _text(text: str) -> str:
-    """Escape a text for XML, which does not allow control characters and lone surrogates."""
-    return escape("".join(character if character.isprintable() else "?" for character in text))

@@ -16,7 +16,7 @@ from tunewell.data.corpus.reader import Corpus
 from tunewell.models.base_content import content_changes, read_content
 from tunewell.records.base import FileRecord
 from tunewell.records.base_model import BASE, BaseContent, read_base
-from tunewell.records.events import as_number, begins_as, read_events
+from tunewell.records.events import begins_as, read_events, read_losses
 from tunewell.records.plan import Plan, read_plan, write_plan
 from tunewell.records.rundir import DOCUMENTS, RUN_CONFIG, RunDir
 from tunewell.runs.config import dump_config
@@ -204,11 +204,7 @@ def restore_run(
     if not has_same_optimizer(run, state):
         recorder.note("the optimizer states start from zero: those of the checkpoint belong to another optimizer")
     resume(run, state)
-    for event in read_events(run.events.path):
-        if event["kind"] == "step" and event["supervised_tokens"]:
-            recorder.losses.append((event["step"], as_number(event["loss"])))
-        elif event["kind"] == "held_out":
-            recorder.held_out.append((event["step"], as_number(event["loss"])))
+    recorder.losses, recorder.held_out = read_losses(run.events.path)
     recorder.note(f"resumed after step {state.step}")
     num_logged = len({event["step"] for event in read_events(run.events.path) if event["kind"] == "step"})
     if num_logged < state.step:

@@ -150,6 +150,39 @@ def _round_numbers(low: float, high: float, *, whole: bool = False) -> list[floa
     return [number * stride for number in range(first, math.floor(high / stride + 1e-9) + 1)]
 
 
+def needs_log_scale(points: Points) -> bool:
+    """Return whether a logarithmic scale is used, because the losses span a large range."""
+    positive = [value for _, value in points if value > 0]
+    return bool(positive) and max(positive) / LOG_RATIO >= min(positive)
+
+
+def draw_axes(
+    points: Points, width: int, height: int
+) -> tuple[Callable[[float], float], Callable[[float], float], list[str]]:
+    """Return the functions from a step and a loss to their coordinates, and both axes as SVG elements.
+
+    Where no CSS class sets the colours, the attributes do.
+    """
+    left, right, bottom = MARGIN_LEFT, width - MARGIN_RIGHT, height - MARGIN_BOTTOM
+    known = drawable(points)
+    x, x_ticks = step_axis([step for step, _ in points], left, right)
+    axis = log_axis if needs_log_scale(known) else linear_axis
+    y, y_ticks = axis([value for _, value in known], bottom, MARGIN_TOP)
+    parts = [
+        f'<path class="grid" d="M{left:g} {at:g}H{right:g}" stroke="#e6e6e0" fill="none"/>'
+        f'<text class="tick end" x="{left - 7:g}" y="{at + 4:g}">{tick:,.6g}</text>'
+        for at, tick in ((tenth(y(tick)), tick) for tick in y_ticks)
+    ]
+    frame = f"M{left:g} {bottom:g}H{right:g}"
+    for tick in x_ticks:
+        at = tenth(x(tick))
+        frame += f"M{at:g} {bottom:g}v4"
+        parts.append(f'<text class="tick middle" x="{at:g}" y="{bottom + 17:g}">{count(round(tick))}</text>')
+    parts.append(f'<path class="frame" d="{frame}" stroke="#575e66" fill="none"/>')
+    parts.append(f'<text class="tick end" x="{right:g}" y="{bottom + 34:g}">optimizer step</text>')
+    return x, y, parts
+
+
 class LossPlot:
     """The SVG shapes, legend and texts of a loss curve, sorted by step and clipped at its ceiling."""
 
@@ -162,9 +195,7 @@ class LossPlot:
         self._best = best = min(named or evaluations, key=_second, default=None)
         self._best_text = f"{format_loss(best[1])} at step {count(best[0])}" if best else ""
         self._window = smoothing_window(len(self._train))
-        positive = [value for _, value in cut(self._known, self._limit) if value > 0]
-        self.is_log = bool(positive) and max(positive) / LOG_RATIO >= min(positive)
-        """Whether a logarithmic scale is used, because the losses span a large range."""
+        self.is_log = needs_log_scale(cut(self._known, self._limit))
 
     @property
     def description(self) -> str:
@@ -211,25 +242,10 @@ class LossPlot:
         """Return axes, lines and points as SVG elements, or "" if no loss is finite. CSS classes set the colours."""
         if not self._known:
             return ""
-        left, right, bottom = MARGIN_LEFT, width - MARGIN_RIGHT, height - MARGIN_BOTTOM
         train, held_out = cut(self._train, self._limit), cut(self._held_out, self._limit)
-        x, x_ticks = step_axis([step for step, _ in (*train, *held_out)], left, right)
-        axis = log_axis if self.is_log else linear_axis
-        y, y_ticks = axis([value for _, value in cut(self._known, self._limit)], bottom, MARGIN_TOP)
-        parts = [
-            f'<path class="grid" d="M{left:g} {at:g}H{right:g}"/>'
-            f'<text class="tick end" x="{left - 7:g}" y="{at + 4:g}">{tick:,.6g}</text>'
-            for at, tick in ((tenth(y(tick)), tick) for tick in y_ticks)
-        ]
-        parts.append(f'<path class="frame" d="M{left:g} {bottom:g}H{right:g}"/>')
-        parts += [
-            f'<path class="frame" d="M{at:g} {bottom:g}v4"/>'
-            f'<text class="tick middle" x="{at:g}" y="{bottom + 17:g}">{count(round(tick))}</text>'
-            for at, tick in ((tenth(x(tick)), tick) for tick in x_ticks)
-        ]
-        parts.append(f'<text class="tick end" x="{right:g}" y="{bottom + 34:g}">optimizer step</text>')
+        x, y, parts = draw_axes([*train, *held_out], width, height)
         gaps = sorted({float(round(x(step))) for step, value in (*train, *held_out) if not can_draw(value)})
-        parts += [f'<path class="gap" d="M{at:g} {bottom:g}v-10"/>' for at in gaps]
+        parts += [f'<path class="gap" d="M{at:g} {height - MARGIN_BOTTOM:g}v-10"/>' for at in gaps]
         smoothed = path_through(smooth(train), x, y) if self._window > 1 else ""
         lines = [("raw" if smoothed else "smooth", path_through(train, x, y)), ("smooth", smoothed)]
         lines.append(("evaluation", path_through(held_out, x, y)))
@@ -272,6 +288,11 @@ def _stroke(line: list[tuple[float, float]]) -> str:
     circle = "m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0"
     first, *rest = (f"{tenth(across):g} {tenth(down):g}" for across, down in line)
     return f"M{first}{''.join(f'L{point}' for point in rest) or circle}"
+
+
+def escape_text(text: str) -> str:
+    """Escape a text for XML, which does not allow control characters and lone surrogates: a folder's name may."""
+    return escape("".join(character if character.isprintable() else "?" for character in text))
 
 
 def tenth(value: float) -> float:
@@ -327,8 +348,7 @@ def loss_svg(curve: Curve, *, title: str) -> str:
     return _DOCUMENT.format(
         width=_SVG_WIDTH,
         height=height,
-        # A folder name may contain control characters and lone surrogates, which XML does not allow.
-        name=escape("".join(letter if letter.isprintable() else "?" for letter in title)),
+        name=escape_text(title),
         description=plot.description,
         style=_STYLE,
         scale=", logarithmic scale" if plot.is_log else "",

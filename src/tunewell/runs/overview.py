@@ -14,12 +14,11 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import read_text, running_owner
 from tunewell.core.units import count
 from tunewell.data.sources.base import detect_format
-from tunewell.records.base import read_record
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.parity import PROOF, read_proof
 from tunewell.records.plan import PLAN, read_plan
 from tunewell.records.report import REPORT, read_report
-from tunewell.records.rundir import LOCK, OUTCOME, RUN_CONFIG, Outcome
+from tunewell.records.rundir import LOCK, RUN_CONFIG, find_outcome
 
 _SHOWN_FILES = 3
 _DECIDE = f"replace `?` in `{FILE_NAME}`, then `tunewell train`"
@@ -116,7 +115,7 @@ def _read_run(run: Path, base: Path, loaded: LoadedConfig | None, found: Overvie
     name, resume = shlex.quote(str(run)), f"`{_resume_command(run, base, loaded)}`"
     try:
         num_steps = read_plan(run).num_steps.value
-        outcome = read_record(run / OUTCOME, Outcome) if (run / OUTCOME).is_file() else None
+        outcome = find_outcome(run)
     except UserError as error:
         found.entries.append(("run", error.what))
         return

@@ -14,10 +14,9 @@ from tunewell.methods.base import adapter_method
 from tunewell.model_files.files import locate
 from tunewell.model_files.presets import is_preset
 from tunewell.records.adapter import ADAPTER_WEIGHTS, read_adapter_config
-from tunewell.records.base import read_record
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import PLAN, Start
-from tunewell.records.rundir import OUTCOME, Outcome
+from tunewell.records.rundir import OUTCOME, find_outcome
 from tunewell.runs.resolve import resolve_model
 
 _MODEL_WEIGHTS = "model.safetensors"
@@ -67,7 +66,7 @@ def _resolve(path: Path, name: str, loaded: LoadedConfig, base: str | None) -> M
 
 
 def _require_finished(run: Path) -> None:
-    outcome = read_record(run / OUTCOME, Outcome) if (run / OUTCOME).is_file() else None
+    outcome = find_outcome(run)
     if outcome is None or outcome.status != "finished":
         raise UserError(
             f"the run `{run}` did not finish",

@@ -14,6 +14,7 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.files import Owner, running_owner
 from tunewell.core.units import count, duration
+from tunewell.records.plan import PLAN
 from tunewell.records.rundir import LOCK, PULSE
 from tunewell.runs.hang_monitor import process_cpu_seconds
 from tunewell.runs.listing import RunSummary, read_object, summarise, tail_events
@@ -51,6 +52,15 @@ class RunStatus:
         """Return the status as a JSON object."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "summary"}
         return {**self.summary.as_json(), **values}
+
+
+def find_status(run: Path, *, with_stacks: bool = False) -> RunStatus | None:
+    """Return the status of a run, or None if the path is a folder without a run of its own."""
+    if not (run / PLAN).exists() and not (run / "events.jsonl").exists():
+        if with_stacks:
+            raise UserError(f"`{run}` is not a run", fix="name a run folder; `tunewell runs` lists runs")
+        return None
+    return run_status(run, with_stacks=with_stacks)
 
 
 def run_status(run: Path, *, with_stacks: bool = False) -> RunStatus:

@@ -25,12 +25,9 @@ from tunewell.training.step import StepRecord
 EXIT_STOPPED = 4
 
 
-def train(run: Run, *, handle_signals: bool = True, pause_at: int | None = None) -> Ending:
-    """Run the training loop from `run.progress` until the planned steps are done or no remedy is left.
-
-    After step `pause_at`, the run evaluates, saves and ends as `interrupted`, to be resumed.
-    """
-    loop = _Loop(run, Signals(is_installed=handle_signals), pause_at)
+def train(run: Run, *, handle_signals: bool = True) -> Ending:
+    """Run the training loop from `run.progress` until the planned steps are done or no remedy is left."""
+    loop = _Loop(run, Signals(is_installed=handle_signals))
     try:
         return loop.train()
     finally:
@@ -41,8 +38,8 @@ def train(run: Run, *, handle_signals: bool = True, pause_at: int | None = None)
 class _Loop:
     """The state of the training loop, including whether a signal has interrupted the run."""
 
-    def __init__(self, run: Run, signals: Signals, pause_at: int | None) -> None:
-        self.run, self.plan, self.signals, self.pause_at = run, run.plan, signals, pause_at
+    def __init__(self, run: Run, signals: Signals) -> None:
+        self.run, self.plan, self.signals = run, run.plan, signals
         self.healer = Healer(run)
         self.log = StepLog(run, on_step=self.on_step)
         self.compiler = make_compiler(run)
@@ -87,7 +84,6 @@ class _Loop:
                     case Stop() as stop:
                         return _stopped(stop)
                 is_over = self.is_interrupted or self.healer.stop is not None or not self.has_steps_left()
-                is_over = is_over or self.is_paused()
                 if is_saving or is_best or is_over:
                     run.checkpoints.hold_before(self.healer.monitor.history.low_step)
                     self.save(is_best=is_best, wait=is_over)
@@ -96,8 +92,6 @@ class _Loop:
                     return _stopped(self.healer.stop)
                 if self.is_interrupted:
                     return self.interrupted()
-                if self.is_paused() and self.has_steps_left():
-                    return Ending("interrupted", f"paused after step {count(run.progress.step)}", is_resumable=True)
         return _finished(run, self.healer.conclude())
 
     def has_steps_left(self) -> bool:
@@ -105,16 +99,12 @@ class _Loop:
         has_patience = patience is None or self.run.progress.looks_without_gain < patience
         return has_patience and self.run.progress.step < self.plan.num_steps.value
 
-    def is_paused(self) -> bool:
-        return self.pause_at is not None and self.run.progress.step >= self.pause_at
-
     def what_is_due(self) -> tuple[bool, bool]:
         """Return whether to evaluate and whether to save after this step."""
         step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
         if 0 in (step % self.run.plan.evaluate_every.value, step % self.run.plan.save_every.value):
             limit_evaluations(self.run)
             limit_saves(self.run)
-        is_last = is_last or self.is_paused()
         is_evaluating = is_last or step % self.run.plan.evaluate_every.value == 0
         is_saving = is_last or step % self.run.plan.save_every.value == 0
         return is_evaluating and not self.is_interrupted, is_saving or self.is_interrupted

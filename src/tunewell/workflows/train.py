@@ -97,7 +97,7 @@ class Training:
                 if world.is_first and (start_trackers := find_hook("track", "start")):
                     start_trackers(folder.path, self.loaded.config, self.recorder.note)
                 with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
-                    ending = take_steps(run, handle_signals=options.owns_process, pause_at=options.pause_step(plan))
+                    ending = take_steps(run, handle_signals=options.owns_process)
             result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
             if world.is_first:
                 write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)

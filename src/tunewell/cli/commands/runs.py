@@ -1,5 +1,6 @@
 """`tunewell runs`: list the runs in a folder, or show the state of one run."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,17 +29,18 @@ def command(
 ) -> None:
     """List the runs in a folder, or show whether one run is alive."""
     from tunewell.cli.screens.runs import runs_screen, status_screen
-    from tunewell.runs.listing import COLUMNS, require_column
-    from tunewell.workflows.runs import find_status, runs
+    from tunewell.runs.listing import COLUMNS, list_runs, require_column
+    from tunewell.runs.status import find_status
 
     names = [name.strip() for name in columns.split(",") if name.strip()] if columns else []
     for name in names:
         require_column(name, "--columns")
-    status = find_status(folder, with_stacks=stacks)
+    path = Path(folder).expanduser()
+    status = find_status(path, with_stacks=stacks)
     if status is not None:
         emit(json_text(status.as_json()) if json else status_screen(status))
         return
-    found = runs(folder, filters=filter_ or (), sort=sort, is_reversed=reverse)
+    found = list_runs(path, filters=filter_ or (), sort=sort, is_reversed=reverse)
     if json:
         kept = names or COLUMNS
         rows = [run.as_json() for run in found]

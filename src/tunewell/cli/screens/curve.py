@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tunewell.core.units import count
-from tunewell.runs.curves import MAX_LINES, Line, letter
+from tunewell.runs.curves import MAX_LINES, Line, letter, shown_together
 from tunewell.runs.loss_curve import Points, ceiling, cut, drawable, smooth, smoothing_window
 
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -36,12 +36,10 @@ def draw_curve(losses: Points, held_out: Points, *, width: int = 60, height: int
 
 def draw_curves(lines: Sequence[Line], *, width: int = 60, height: int = 12, is_ascii: bool = False) -> str:
     """Draw the held-out losses of several runs, each with the letter of the run at its evaluations."""
-    known = [point for line in lines for point in drawable(line.held_out)]
+    known, limit = shown_together(lines)
     if not known:
         return ""
-    limits = [limit for line in lines if (limit := ceiling((), line.held_out)) is not None]
-    limit = max(limits) if len(limits) == len(lines) else None
-    canvas = _Canvas(width, height, is_ascii=is_ascii).over(cut(known, limit))
+    canvas = _Canvas(width, height, is_ascii=is_ascii).over(known)
     for index, line in enumerate(lines[:MAX_LINES]):
         points = cut(line.held_out, limit)
         canvas.draw_line(points)

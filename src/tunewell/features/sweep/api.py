@@ -6,28 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tunewell.core.units import count
-from tunewell.features.sweep.sweep import SweepResult as SweepRecord
+from tunewell.features.sweep.sweep import SweepResult
 from tunewell.library.functions import Config, data_paths
 from tunewell.library.progress import Show, shown
-from tunewell.library.results import as_result, html_table
 from tunewell.training.events import Listener
-
-
-class SweepResult(SweepRecord):
-    """The result of `tunewell.sweep`: its runs, the lowest held-out loss first, and the best one."""
-
-    def __repr__(self) -> str:
-        best = "None" if self.best is None else f"{self.best.name!r}, held_out={self.best.held_out}"
-        return f"SweepResult(runs={len(self.runs)}, best={best})"
-
-    def _repr_html_(self) -> str:
-        rows: list[tuple[str, object]] = []
-        for run in self.runs:
-            steps = "" if run.steps is None else f", {count(run.steps, 'step')}"
-            loss = "-" if run.held_out is None else f"{run.held_out:.4f}"
-            rows.append((run.name, f"{loss}, {run.verdict or run.status}{steps}"))
-        return html_table([*rows, ("conclusion", self.conclusion)])
 
 
 def sweep(
@@ -37,7 +19,6 @@ def sweep(
     model: str | Path | None = None,
     data: Any = None,
     out: str | Path = "sweep",
-    tries: int | None = None,
     seeds: int = 1,
     resume: bool = False,
     progress: Show = True,
@@ -46,8 +27,8 @@ def sweep(
 ) -> SweepResult:
     """Train with every combination of the values in `over`, like `{"train.learning_rate": [1e-4, 3e-4]}`.
 
-    With `tries`, that many combinations are compared by successive halving. The two best settings are trained with
-    `seeds` seeds. `resume` goes on with the sweep in `out`. Raises UserError before the first run for invalid values.
+    The two best settings are trained with `seeds` seeds. `resume` goes on with the sweep in `out`. Raises UserError
+    before the first run for invalid values.
     """
     from tunewell.features.sweep.workflow import SweepOptions
     from tunewell.features.sweep.workflow import sweep as run_sweep
@@ -62,9 +43,9 @@ def sweep(
         with shown(progress, is_training=True) as show:
             yield show
 
-    options = SweepOptions(out=Path(out), tries=tries, seeds=seeds, is_resuming=resume, allow_pickle=allow_pickle)
+    options = SweepOptions(out=Path(out), seeds=seeds, is_resuming=resume, allow_pickle=allow_pickle)
     fixed = [sets] if isinstance(sets, str) else list(sets)
-    found = run_sweep(
+    return run_sweep(
         config,
         sets=[*fixed, *alternatives],
         model=None if model is None else str(model),
@@ -72,4 +53,3 @@ def sweep(
         options=options,
         shown=shown_run,
     )
-    return as_result(SweepResult, found)

@@ -13,7 +13,6 @@ from tunewell.cli.render import emit, json_text, one_line
 from tunewell.core.progress import Progress
 
 _SET = "Set a config key; commas separate alternatives (`8,32`), brackets enclose lists (`[a,b]`). Can be repeated."
-_TRIES = "Try only this many combinations, by successive halving: the better half trains for twice as long."
 
 
 def command(
@@ -22,7 +21,6 @@ def command(
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
     data: DataPaths = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the runs to.")] = Path("sweep"),
-    tries: Annotated[int | None, typer.Option(metavar="N", help=_TRIES)] = None,
     seeds: Annotated[int, typer.Option(metavar="N", help="Train the two best settings with this many seeds.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the sweep in the `--out` folder.")] = False,
     no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the models.")] = False,
@@ -39,7 +37,7 @@ def command(
 
     sets = [*(set_ or ()), *(["verdict.after_training=false"] if no_validate else [])]
     if not resume:
-        make_trials(parse_sets(sets)[1], tries=tries)  # errors before torch is imported
+        make_trials(parse_sets(sets)[1])  # errors before torch is imported
 
     @contextmanager
     def shown(title: str) -> Iterator[Any]:
@@ -53,9 +51,7 @@ def command(
     from tunewell.features.sweep.screen import sweep_screen
     from tunewell.features.sweep.workflow import SweepOptions, sweep
 
-    options = SweepOptions(
-        out=out, tries=tries, seeds=seeds, is_resuming=resume, allow_pickle=allow_pickle, owns_process=True
-    )
+    options = SweepOptions(out=out, seeds=seeds, is_resuming=resume, allow_pickle=allow_pickle, owns_process=True)
     result = sweep(config, sets=sets, model=model, data=data, options=options, shown=shown)
     emit(json_text(result.as_json()) if json else sweep_screen(result))
     if result.exit_code:

@@ -1,14 +1,12 @@
-"""Run the trials of a sweep one after another in this process: prepare, train, halve, repeat with seeds, conclude."""
+"""Run the trials of a sweep one after another in this process: prepare, train, repeat with seeds, conclude."""
 
 import gc
 import json
-import math
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ from tunewell.config.extensions import METHODS
 from tunewell.config.keys import parse_key, resolve_alias
 from tunewell.config.load import ConfigLike, LoadedConfig, as_sets
 from tunewell.core.errors import UserError
-from tunewell.core.files import is_disk_full
+from tunewell.core.files import is_disk_full, write_atomic
 from tunewell.core.units import count, size_bytes
+from tunewell.evaluation.session import ValidateOptions
 from tunewell.features.sweep.sweep import (
     SWEEP,
     SweepResult,
@@ -27,22 +26,22 @@ from tunewell.features.sweep.sweep import (
     Trial,
     TrialResult,
     conclude,
-    halving_rungs,
-    held_out_at,
     repetitions,
     trial_result,
     write_sweep,
 )
 from tunewell.machine.device import measure_threads
 from tunewell.models.shared import sharing
-from tunewell.records.plan import PLAN, Chosen, read_plan
+from tunewell.records.plan import PLAN, Chosen
 from tunewell.records.report import REPORT
 from tunewell.records.rundir import OUTCOME
 from tunewell.runs.config import RunOptions, load_for_run
-from tunewell.runs.curves import line_of_run, write_curves_svg
+from tunewell.runs.curves import curves_svg, line_of_run
 from tunewell.runs.listing import read_object
-from tunewell.runs.result import TrainResult
 from tunewell.training.events import Listener
+from tunewell.workflows.prepare import prepare
+from tunewell.workflows.train import require_trainable, run_training
+from tunewell.workflows.validate import validate
 
 PICTURE = "curves.svg"
 _MIN_FREE_BYTES = 64 << 20
@@ -52,45 +51,30 @@ Shown = Callable[[str], AbstractContextManager[Listener]]
 """Shows one run: takes its title, and yields a listener."""
 
 
-@dataclass(frozen=True)
-class SweepSteps:
-    """The workflows that a sweep calls."""
-
-    require_trainable: Callable[[LoadedConfig], object]
-    prepare: Callable[[LoadedConfig, Listener], int]
-    """Prepares a corpus and returns its number of held-out documents."""
-    train: Callable[[LoadedConfig, RunOptions, Listener], TrainResult]
-    validate: Callable[[Path, Listener], object]
-
-
+@dataclass
 class SweepRunner:
     """One sweep in this process."""
 
-    def __init__(
-        self,
-        spec: SweepSpec,
-        trials: Sequence[Trial],
-        *,
-        folder: Path,
-        config: ConfigLike,
-        options: RunOptions,
-        steps: SweepSteps,
-        shown: Shown,
-    ) -> None:
-        self.spec, self.trials, self.folder, self.config = spec, list(trials), folder, config
-        self.options, self.steps, self.shown = options, steps, shown
-        self.corpora: dict[str, Path] = {}
-        """Data settings -> corpus folder, once prepared."""
-        self.failures: dict[str, Exception] = {}
-        self.notes: list[str] = []
-        self.is_interrupted = False
+    spec: SweepSpec
+    trials: list[Trial]
+    folder: Path
+    config: ConfigLike
+    options: RunOptions
+    shown: Shown
+    corpora: dict[str, Path] = field(default_factory=dict)
+    """Data settings -> corpus folder, once prepared."""
+    failures: dict[str, Exception] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    threads: Chosen[int] | None = None
+    """The fastest number of threads, once measured."""
+    is_interrupted: bool = False
 
     def run(self) -> SweepResult:
         """Check every trial, then run them. Raise UserError before the first run, or if all runs fail."""
         configs = [self.load(trial) for trial in self.trials]
         for trial, loaded in zip(self.trials, configs, strict=True):
             with _naming(trial):
-                self.steps.require_trainable(loaded)
+                require_trainable(loaded, self.options)
         is_new = not (self.folder / SWEEP).exists()
         write_sweep(self.folder, self.spec, self.trials)
         try:
@@ -103,10 +87,7 @@ class SweepRunner:
         is_frozen = all(METHODS.entry(loaded.config.method.kind).is_adapter for loaded in configs)
         models = {loaded.seen(loaded.config.model or "") for loaded in configs}
         with sharing(frozenset(models if is_frozen else ())):
-            if self.spec.tries is None:
-                self.train_all(self.trials)
-            else:
-                self.halve()
+            self.train_all(self.trials)
             self.repeat(configs[0].config.seed)
         if self.failures and len(self.failures) == len(self.trials):
             raise next(iter(self.failures.values()))
@@ -122,7 +103,7 @@ class SweepRunner:
         return self._load(trial, [*trial.sets(), *as_sets(corpus=corpus), *keep_corpus])
 
     def _load(self, trial: Trial, sets: Sequence[str]) -> LoadedConfig:
-        places = as_sets(run=self.folder / trial.name)
+        places = as_sets(run=self.run_of(trial))
         data = self.spec.data or None
         with _naming(trial):
             return load_for_run(
@@ -142,94 +123,62 @@ class SweepRunner:
                 sets += as_sets(corpus=self.folder / "corpora" / f"{number:02d}")
             loaded = self._load(trial, sets)
             with _naming(trial), self.shown("preparing the rows") as listener:
-                num_held_out = self.steps.prepare(loaded, listener)
+                num_held_out = prepare(loaded, progress=listener).manifest.held_out
             if not num_held_out:
                 raise UserError("there are no held-out rows to compare the runs on", fix="set `data.held_out: 0.1`")
             self.corpora[key] = loaded.path(loaded.config.corpus)
 
     # Train.
 
-    def train_all(self, trials: Sequence[Trial], share: float = 1.0) -> None:
-        """Train some trials up to a share of their steps, or to the end."""
+    def train_all(self, trials: Sequence[Trial]) -> None:
+        """Train or resume some trials. An error is recorded; the next trial may succeed."""
         for number, trial in enumerate(trials, start=1):
             if self.is_interrupted:
                 return
-            part = "" if share == 1 else f", to {share:.3g} of its steps"
-            self.train(trial, title=f"run {number} of {len(trials)}{part}: {', '.join(trial.sets())}", share=share)
+            if self._is_done(trial):
+                continue
+            free = shutil.disk_usage(self.folder).free
+            if free < _MIN_FREE_BYTES:
+                what = f"not enough disk space for the next run: {size_bytes(free)} are free"
+                raise UserError(what, fix=self._resume_fix)
+            self.failures.pop(trial.name, None)
+            try:
+                with self.shown(f"run {number} of {len(trials)}: {', '.join(trial.sets())}") as listener:
+                    self.train(trial, listener)
+            except Exception as error:
+                if isinstance(error, OSError) and is_disk_full(error):
+                    raise UserError("the disk is full", where=str(self.run_of(trial)), fix=self._resume_fix) from error
+                self.failures[trial.name] = error
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()  # the next run has its own peak
 
-    def train(self, trial: Trial, *, title: str, share: float) -> None:
-        """Train or resume one trial. An error is recorded; the next trial may succeed."""
-        run = self.folder / trial.name
-        if self._is_done(run, share):
+    def train(self, trial: Trial, listener: Listener) -> None:
+        """Train or resume one trial, or validate it if it was killed before its verdict."""
+        run = self.run_of(trial)
+        if _outcome(run).get("status") == "finished":
+            validate(run, options=ValidateOptions(allow_pickle=self.options.allow_pickle), progress=listener)
             return
-        if shutil.disk_usage(self.folder).free < _MIN_FREE_BYTES:
-            free = size_bytes(shutil.disk_usage(self.folder).free)
-            raise UserError(f"not enough disk space for the next run: {free} are free", fix=self._resume_fix)
-        options = replace(
-            self.options,
-            is_resuming=(run / PLAN).is_file(),
-            pause_share=None if share == 1 else share,
-            measure_threads=self._measure_threads,
-            is_alone=False,
-        )
-        self.failures.pop(trial.name, None)
-        try:
-            with self.shown(title) as listener:
-                if _status(run) == "finished":  # it was killed before its verdict
-                    self.steps.validate(run, listener)
-                else:
-                    result = self.steps.train(self.load(trial), options, listener)
-                    self.is_interrupted = result.signal is not None
-        except Exception as error:
-            if isinstance(error, OSError) and is_disk_full(error):
-                raise UserError("the disk is full", where=str(run), fix=self._resume_fix) from error
-            self.failures[trial.name] = error
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()  # the next run has its own peak
+        is_resuming = (run / PLAN).is_file()
+        options = replace(self.options, is_resuming=is_resuming, measure_threads=self._measure_threads, is_alone=False)
+        self.is_interrupted = run_training(self.load(trial), options, listener).signal is not None
 
-    def _is_done(self, run: Path, share: float) -> bool:
-        status = _status(run)
-        if status == "finished":
-            wants_verdict = share == 1 and _wants_verdict(run)
-            return not wants_verdict or (run / REPORT).is_file()
-        if status in ("stopped", "failed") and "was not saved" not in _reason(run):
-            return True
-        return share < 1 and self._loss_at(run, share) is not None
+    def run_of(self, trial: Trial) -> Path:
+        """Return the run folder of a trial."""
+        return self.folder / trial.name
 
-    @cached_property
-    def _threads(self) -> list[Chosen[int]]:
-        return []
+    def _is_done(self, trial: Trial) -> bool:
+        run = self.run_of(trial)
+        outcome = _outcome(run)
+        if outcome.get("status") == "finished":
+            return (run / REPORT).is_file() or not self.load(trial).config.verdict.after_training
+        return outcome.get("status") in ("stopped", "failed") and "was not saved" not in str(outcome.get("reason"))
 
     def _measure_threads(self, shapes: Sequence[Any]) -> Chosen[int]:
         """Measure the fastest number of threads once: all runs compute in the same way, and none waits again."""
-        if not self._threads:
-            self._threads.append(measure_threads(shapes))
-        return self._threads[0]
-
-    # Successive halving and repetitions.
-
-    def halve(self) -> None:
-        """Train all trials for a share of their steps, keep the better half, and so on."""
-        remaining = self.trials
-        for rung in halving_rungs(len(remaining)):
-            remaining = remaining[: rung.num_trials]
-            self.train_all(remaining, rung.share)
-            if self.is_interrupted:
-                return
-            losses = {trial.name: self._loss_at(self.folder / trial.name, rung.share) for trial in remaining}
-            known = [trial for trial in remaining if (loss := losses[trial.name]) is not None and math.isfinite(loss)]
-            remaining = sorted(known, key=lambda trial: losses[trial.name] or 0.0)
-
-    def _loss_at(self, run: Path, share: float) -> float | None:
-        if not (run / PLAN).is_file():
-            return None
-        try:
-            step = replace(self.options, pause_share=share).pause_step(read_plan(run))
-        except UserError:
-            return None
-        return None if step is None else held_out_at(run, step)
+        self.threads = self.threads or measure_threads(shapes)
+        return self.threads
 
     def repeat(self, seed: int) -> None:
         """Train the two best settings with further seeds."""
@@ -245,13 +194,14 @@ class SweepRunner:
     def results(self) -> list[TrialResult]:
         """Return the result of every trial so far."""
         failures = {name: f"{type(error).__name__}: {error}" for name, error in self.failures.items()}
-        return [trial_result(trial, self.folder / trial.name, failures.get(trial.name)) for trial in self.trials]
+        return [trial_result(trial, self.run_of(trial), failures.get(trial.name)) for trial in self.trials]
 
     def finish(self) -> SweepResult:
         """Name the best run, draw the curves, and write `sweep.json`."""
         result = conclude(self.folder, self.spec.alternatives, self.results(), self.notes)
         lines = [line_of_run(Path(one.run), one.name) for one in result.runs if one.steps]
-        write_curves_svg(self.folder / PICTURE, [line for line in lines if line.held_out], title="held-out loss")
+        picture = curves_svg([line for line in lines if line.held_out], title="held-out loss")
+        write_atomic(self.folder / PICTURE, picture)
         if self.is_interrupted:
             result = replace(result, is_interrupted=True, exit_code=130, next_command=self._resume_command)
         elif result.best is not None:
@@ -280,19 +230,8 @@ def data_key(trial: Trial) -> str:
     return json.dumps({key: value for key, value in trial.settings.items() if changes_data(key)}, sort_keys=True)
 
 
-def _status(run: Path) -> str:
-    return str((read_object(run / OUTCOME) or {}).get("status", ""))
-
-
-def _reason(run: Path) -> str:
-    return str((read_object(run / OUTCOME) or {}).get("reason", ""))
-
-
-def _wants_verdict(run: Path) -> bool:
-    try:
-        return bool(read_plan(run).config.get("verdict", {}).get("after_training", True))
-    except UserError:
-        return False
+def _outcome(run: Path) -> dict[str, Any]:
+    return read_object(run / OUTCOME) or {}
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def sweep_screen(result: "SweepResult") -> str:
         verdict = [run.verdict or "-"] if has_verdict else []
         values = [one_line(run.settings.get(key, "-")) for key in keys]
         loss = "-" if run.held_out is None else format_loss(run.held_out)
-        rows.append([letters.get(run.name, ""), *values, loss, _steps(run), *verdict, _status(run)])
+        rows.append([letters.get(run.name, ""), *values, loss, _steps(run), *verdict, run.status])
     parts = [table(rows, right=(len(keys) + 1, len(keys) + 2), gap=2)]
     lines = [line_of_run(Path(run.run), run.name) for run in drawn]
     if curves := draw_curves(lines, width=max(20, min(60, width() - 12)), is_ascii=not is_utf8()):
@@ -53,10 +53,6 @@ def _steps(run: "TrialResult") -> str:
     if run.steps is None:
         return "-"
     return f"{count(run.steps)}/{count(run.planned_steps)}" if run.planned_steps else count(run.steps)
-
-
-def _status(run: "TrialResult") -> str:
-    return "dropped" if run.status == "interrupted" and str(run.note).startswith("paused") else run.status
 
 
 def _has_failed(run: "TrialResult") -> bool:

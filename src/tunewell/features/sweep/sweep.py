@@ -1,4 +1,4 @@
-"""A sweep: the alternatives of some settings, the runs that try them, successive halving, and the comparison.
+"""A sweep: the alternatives of some settings, the runs that try them, and the comparison.
 
 `sweep.json` in the sweep's folder has the alternatives and the runs; the state of a run is in its own folder, so a
 sweep that was killed goes on from there. No torch.
@@ -7,7 +7,6 @@ sweep that was killed goes on from there. No torch.
 import itertools
 import json
 import math
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,14 +18,12 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
 from tunewell.core.units import count
-from tunewell.records.events import as_number, plain, read_events
-from tunewell.runs.listing import read_object, summarise
+from tunewell.records.base import Record, read_record
+from tunewell.records.events import plain
+from tunewell.runs.listing import summarise
 
 SWEEP = "sweep.json"
-_FORMAT_VERSION = 1
 _MAX_RUNS = 1000
-_FINALISTS = 2
-"""Successive halving trains this many settings to the end, so that the best has a margin."""
 _SEED = "seed"
 _NAME_PARTS = re.compile(r"[^A-Za-z0-9.+-]+")
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
@@ -34,6 +31,11 @@ _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 Settings = dict[str, str]
 """Key -> value, as text for `--set`."""
+
+
+def without_seed(settings: Settings) -> Settings:
+    """Return the settings without the seed: runs that have these in common are repetitions."""
+    return {key: value for key, value in settings.items() if key != _SEED}
 
 
 def split_alternatives(text: str) -> list[str]:
@@ -88,33 +90,25 @@ class Trial:
     """The name of its folder."""
     settings: Settings
 
-    @property
-    def without_seed(self) -> tuple[tuple[str, str], ...]:
-        """The settings without the seed: runs that have these in common are repetitions."""
-        return tuple((key, value) for key, value in self.settings.items() if key != _SEED)
-
     def sets(self) -> list[str]:
         """Return the settings as values of `--set`."""
         return [f"{key}={value}" for key, value in self.settings.items()]
 
 
-def make_trials(alternatives: Mapping[str, Sequence[str]], *, tries: int | None, seed: int = 0) -> list[Trial]:
-    """Return a run for each combination of the alternatives, or for `tries` random ones of them."""
+def make_trials(alternatives: Mapping[str, Sequence[str]]) -> list[Trial]:
+    """Return a run for each combination of the alternatives."""
     number = math.prod(len(values) for values in alternatives.values())
     if not alternatives or number < 2:
         raise UserError(
             "a sweep needs a setting with several values",
             fix="separate them with commas: `--set train.learning_rate=1e-4,3e-4`",
         )
-    if tries is not None and tries < 2:
-        raise UserError(f"`--tries {tries}` is too few to compare", fix="use at least 2")
-    if number > _MAX_RUNS and tries is None:
-        raise UserError(f"too many combinations: {count(number)}", fix="try some of them with `--tries 12`")
-    combinations = list(itertools.islice(itertools.product(*alternatives.values()), 100_000))
-    if tries is not None and tries < len(combinations):
-        chosen = sorted(random.Random(seed).sample(range(len(combinations)), tries))
-        combinations = [combinations[index] for index in chosen]
-    settings = [dict(zip(alternatives, values, strict=True)) for values in combinations]
+    if number > _MAX_RUNS:
+        raise UserError(
+            f"{count(number, 'combination')} are too many for one sweep",
+            fix=f"give fewer values: a sweep has at most {count(_MAX_RUNS, 'run')}",
+        )
+    settings = [dict(zip(alternatives, values, strict=True)) for values in itertools.product(*alternatives.values())]
     return [Trial(_name(index, one), one) for index, one in enumerate(settings, start=1)]
 
 
@@ -125,45 +119,15 @@ def _name(number: int, settings: Settings) -> str:
 
 def repetitions(trials: Sequence[Trial], results: "Sequence[TrialResult]", seeds: Sequence[int]) -> list[Trial]:
     """Return the two best settings with further seeds."""
-    ranked = rank_groups(results)[:_FINALISTS]
+    ranked = rank_groups(results)[:2]
     found = []
     for group in ranked:
         for seed in seeds[1:]:
-            settings = dict(group.settings) | {_SEED: str(seed)}
+            settings = group.settings | {_SEED: str(seed)}
             known = next((trial for trial in trials if trial.settings == settings), None)
-            base = next(trial for trial in trials if trial.without_seed == group.settings)
+            base = next(trial for trial in trials if without_seed(trial.settings) == group.settings)
             found.append(known or Trial(f"{base.name}_seed-{seed}"[:96], settings))
     return found
-
-
-# Successive halving: all settings for a short time, the better half for twice as long, and so on.
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One round of successive halving."""
-
-    num_trials: int
-    share: float
-    """Share of the planned steps after which the runs pause."""
-
-
-def halving_rungs(num_trials: int) -> list[Rung]:
-    """Return the rounds: 12 runs to 1/8 of their steps, 6 to 1/4, 3 to 1/2, 2 to the end."""
-    numbers = [num_trials]
-    while numbers[-1] > _FINALISTS:
-        numbers.append(max(_FINALISTS, math.ceil(numbers[-1] / 2)))
-    return [Rung(number, 2.0 ** (index + 1 - len(numbers))) for index, number in enumerate(numbers)]
-
-
-def held_out_at(run: Path, step: int) -> float | None:
-    """Return the held-out loss of a run at a step; None if it was not evaluated there."""
-    try:
-        events = read_events(run / "events.jsonl")
-    except (UserError, OSError):
-        return None
-    losses = [event.get("loss") for event in events if event.get("kind") == "held_out" and event.get("step") == step]
-    return as_number(losses[-1]) if losses and losses[-1] is not None else None
 
 
 # The state of a sweep on disk.
@@ -179,7 +143,6 @@ class SweepSpec:
     config: str | None = None
     model: str | None = None
     data: list[str] = field(default_factory=list)
-    tries: int | None = None
     seeds: int = 1
     folder: str = ""
     """The folder in which the command ran, from which relative paths start."""
@@ -187,37 +150,36 @@ class SweepSpec:
 
 def write_sweep(folder: Path, spec: SweepSpec, trials: Sequence[Trial], result: "SweepResult | None" = None) -> None:
     """Write `sweep.json` atomically, without secrets."""
-    payload: dict[str, Any] = {"format": "tunewell-sweep", "format_version": _FORMAT_VERSION, "spec": asdict(spec)}
+    payload: dict[str, Any] = {"format": "tunewell-sweep", "format_version": 1, "spec": asdict(spec)}
     payload["runs"] = [asdict(trial) for trial in trials]
     if result is not None:
         payload["result"] = result.as_json()
     write_atomic(folder / SWEEP, stable_json(redact(payload)))
 
 
+class SweepFile(Record):
+    """What `sweep.json` says of a sweep that can be resumed."""
+
+    format_version: int = 1
+    spec: SweepSpec
+    runs: list[Trial]
+
+
 def read_sweep(folder: Path) -> tuple[SweepSpec, list[Trial]]:
     """Read `sweep.json`; raise UserError if it is missing, damaged or of a newer version."""
     path = folder / SWEEP
-    raw = read_object(path)
-    if raw is None:
-        what = f"`{path}` is damaged" if path.exists() else f"there is no sweep in `{folder}`"
-        raise UserError(what, fix="start a new sweep in another folder with `--out`")
-    if raw.get("format_version", 0) > _FORMAT_VERSION:
-        raise UserError(f"`{path}` was created by a newer version of tunewell", fix="pip install --upgrade tunewell")
-    try:
-        known = SweepSpec.__dataclass_fields__
-        spec = SweepSpec(**{key: value for key, value in raw["spec"].items() if key in known})
-        return spec, [Trial(entry["name"], dict(entry["settings"])) for entry in raw["runs"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"`{path}` is damaged", where=str(error), fix="start a new sweep in another folder with `--out`"
-        ) from error
+    if not path.is_file():
+        fix = "start a new sweep in another folder with `--out`"
+        raise UserError(f"there is no sweep in `{folder}`", fix=fix)
+    file = read_record(path, SweepFile)
+    return file.spec, file.runs
 
 
 def require_same_sweep(folder: Path, spec: SweepSpec) -> list[Trial]:
     """Return the runs of the sweep in a folder; raise UserError if it tries something else."""
     known, trials = read_sweep(folder)
     before, now = (json.loads(json.dumps(redact(asdict(one)))) for one in (known, spec))
-    for name in ("alternatives", "fixed", "config", "model", "data", "tries"):
+    for name in ("alternatives", "fixed", "config", "model", "data"):
         if before[name] != now[name]:
             raise UserError(
                 f"the sweep in `{folder}` has other values of `{name}`",
@@ -251,10 +213,6 @@ class TrialResult:
         """Whether the run took all its steps, so that it can be compared."""
         return self.status == "finished" and self.held_out is not None and math.isfinite(self.held_out)
 
-    @property
-    def without_seed(self) -> tuple[tuple[str, str], ...]:
-        return tuple((key, value) for key, value in self.settings.items() if key != _SEED)
-
 
 def trial_result(trial: Trial, run: Path, failure: str | None = None) -> TrialResult:
     """Read the result of a run from its folder. `failure` is the error with which it ended."""
@@ -279,7 +237,7 @@ def trial_result(trial: Trial, run: Path, failure: str | None = None) -> TrialRe
 class Group:
     """Runs with the same settings and different seeds."""
 
-    settings: tuple[tuple[str, str], ...]
+    settings: Settings
     losses: list[float]
     name: str
 
@@ -293,7 +251,8 @@ def rank_groups(results: Sequence[TrialResult]) -> list[Group]:
     groups: dict[tuple[tuple[str, str], ...], Group] = {}
     for result in results:
         if result.is_complete and result.held_out is not None:
-            group = groups.setdefault(result.without_seed, Group(result.without_seed, [], result.name))
+            settings = without_seed(result.settings)
+            group = groups.setdefault(tuple(settings.items()), Group(settings, [], result.name))
             group.losses.append(result.held_out)
     return sorted(groups.values(), key=lambda group: group.mean)
 
@@ -320,6 +279,20 @@ class SweepResult:
         """Return the object that `sweep --json` prints."""
         return plain({**asdict(self), "folder": str(self.folder), "best": self.best and self.best.name})
 
+    def __repr__(self) -> str:
+        best = "None" if self.best is None else f"{self.best.name!r}, held_out={self.best.held_out}"
+        return f"SweepResult(runs={len(self.runs)}, best={best})"
+
+    def _repr_html_(self) -> str:
+        from tunewell.library.results import html_table
+
+        rows: list[tuple[str, object]] = []
+        for run in self.runs:
+            steps = "" if run.steps is None else f", {count(run.steps, 'step')}"
+            loss = "-" if run.held_out is None else f"{run.held_out:.4f}"
+            rows.append((run.name, f"{loss}, {run.verdict or run.status}{steps}"))
+        return html_table([*rows, ("conclusion", self.conclusion)])
+
 
 def conclude(
     folder: Path, alternatives: dict[str, list[str]], results: Sequence[TrialResult], notes: Sequence[str] = ()
@@ -332,24 +305,14 @@ def conclude(
     )
     if not ranked:
         return result
-    best = min(
-        (one for one in results if one.is_complete and one.without_seed == ranked[0].settings),
-        key=lambda one: _loss_key(one.held_out),
-    )
+    best = next(one for one in ordered if one.is_complete and without_seed(one.settings) == ranked[0].settings)
+    result = replace(result, best=best, exit_code=0)
     if len(ranked) == 1:
-        only = "only one combination was trained to the end, so there is no margin"
-        return replace(result, best=best, conclusion=only, exit_code=0)
+        return replace(result, conclusion="only one combination was trained to the end, so there is no margin")
     first, second = ranked[:2]
-    margin = second.mean - first.mean
     interval = margin_interval(first.losses, second.losses)
-    return replace(
-        result,
-        best=best,
-        margin=margin,
-        interval=interval,
-        conclusion=_conclusion(first, second, interval),
-        exit_code=0,
-    )
+    conclusion = _conclusion(first, second, interval)
+    return replace(result, margin=second.mean - first.mean, interval=interval, conclusion=conclusion)
 
 
 def _loss_key(loss: float | None) -> float:

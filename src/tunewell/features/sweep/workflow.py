@@ -9,8 +9,7 @@ from tunewell.config.load import ConfigLike
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, make_private, require_output_path
 from tunewell.core.launcher import world_size
-from tunewell.evaluation.session import ValidateOptions
-from tunewell.features.sweep.runner import Shown, SweepRunner, SweepSteps
+from tunewell.features.sweep.runner import Shown, SweepRunner
 from tunewell.features.sweep.sweep import (
     SWEEP,
     SweepResult,
@@ -22,9 +21,6 @@ from tunewell.features.sweep.sweep import (
 )
 from tunewell.records.rundir import LOCK
 from tunewell.runs.config import RunOptions
-from tunewell.workflows.prepare import prepare
-from tunewell.workflows.train import require_trainable, run_training
-from tunewell.workflows.validate import validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +28,6 @@ class SweepOptions:
     """Options of a sweep that are not settings of its runs."""
 
     out: Path = Path("sweep")
-    tries: int | None = None
-    """Number of combinations, compared by successive halving; None: all of them, each to its end."""
     seeds: int = 1
     """The two best settings are trained with this many seeds."""
     is_resuming: bool = False
@@ -62,30 +56,17 @@ def sweep(
     out = options.out.expanduser()
     fixed, alternatives = parse_sets(sets)
     name = str(config) if isinstance(config, str | Path) else None
-    spec = SweepSpec(alternatives, fixed, name, model, list(data or ()), options.tries, options.seeds, str(Path.cwd()))
+    spec = SweepSpec(alternatives, fixed, name, model, list(data or ()), options.seeds, str(Path.cwd()))
     if options.is_resuming and not alternatives:
-        spec = replace(_stored_spec(out), seeds=max(_stored_spec(out).seeds, options.seeds))
+        stored = _stored_spec(out)
+        spec = replace(stored, seeds=max(stored.seeds, options.seeds))
         config = spec.config if config is None else config
-    trials = None if options.is_resuming else make_trials(spec.alternatives, tries=spec.tries)
+    trials = [] if options.is_resuming else make_trials(spec.alternatives)
     run_options = RunOptions(allow_pickle=options.allow_pickle, owns_process=options.owns_process)
-    steps = SweepSteps(
-        require_trainable=lambda loaded: require_trainable(loaded, run_options),
-        prepare=lambda loaded, listener: prepare(loaded, progress=listener).manifest.held_out,
-        train=run_training,
-        validate=lambda run, listener: validate(
-            run, options=ValidateOptions(allow_pickle=options.allow_pickle), progress=listener
-        ),
-    )
     with _locked(out, is_resuming=options.is_resuming):
-        return SweepRunner(
-            spec,
-            trials if trials is not None else require_same_sweep(out, spec),
-            folder=out,
-            config=config,
-            options=run_options,
-            steps=steps,
-            shown=shown,
-        ).run()
+        if options.is_resuming:
+            trials = require_same_sweep(out, spec)
+        return SweepRunner(spec, trials, out, config, run_options, shown).run()
 
 
 def _stored_spec(out: Path) -> SweepSpec:
