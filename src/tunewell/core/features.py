@@ -48,7 +48,7 @@ FEATURES: Registry[Feature] = Registry(
             "track",
             "Send the metrics of a run to TensorBoard, W&B or MLflow.",
             commands={"track": "command"},
-            hooks={"require": "start:require_trackers", "start": "start:start_trackers"},
+            hooks={"require": "sender:require_trackers", "start": "live:start_trackers"},
             extensions={
                 "tracker": [
                     (
