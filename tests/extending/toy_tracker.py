@@ -31,9 +31,9 @@ class ToyTracker:
         if refusal.is_file():
             raise ConnectionError("the server does not answer")
         _hang("hangs later")
+        if any(str(point.step) == os.environ.get("TOY_KILLS") for point in points):
+            os.kill(os.getpid(), signal.SIGKILL)
         for point in points:
-            if point.step == int(os.environ.get("TOY_KILLS", "0")):
-                os.kill(os.getpid(), signal.SIGKILL)
             values = {name: value if math.isfinite(value) else str(value) for name, value in point.values.items()}
             self._write({**point.__dict__, "values": values})
 

@@ -127,11 +127,11 @@ def test_a_run_is_sent_through_a_rewind_and_a_resume(run: FakeRun) -> None:
     run.rewind(2)
     run.steps(3, 4, salt=0.5)
     end("interrupted")
-    assert start(run) and wait_for(lambda: len(run.rows("open")) == 2) is None
+    end = start(run)
     run.steps(5, 6, salt=0.5)
     run.evaluated(6, 1.25)
-    live.LiveTracker.end(run.recorder.listeners[-1], "finished")  # pyright: ignore[reportArgumentType]
-    wait_for(lambda: run.rows()[-1] == {"close": "finished"})
+    end("finished")
+    assert run.rows()[-1] == {"close": "finished"}
     values = [(1, 1.9), (2, 1.8), (3, "nan"), (4, 1.6), (5, 1.5), (3, "nan"), (4, 2.1), (5, 2.0), (6, 1.9)]
     assert run.sent() == [(step, value if value == "nan" else pytest.approx(value)) for step, value in values]
     assert run.sent("held_out_loss") == [(6, 1.25)]
@@ -196,6 +196,20 @@ def test_a_hanging_tracker_never_blocks_a_run(run: FakeRun, how: str, monkeypatc
     wait_for(lambda: not tracker_threads())
     assert [step for step, _ in run.sent()] == list(range(1, 51))
     assert run.rows()[-1] == {"close": "finished"}
+
+
+def test_a_hanging_tracker_does_not_delay_the_end_of_a_command() -> None:
+    """The package of a tracker may wait for its server when Python exits."""
+    script = """
+import atexit, sys, threading, time
+from tunewell.cli.main import run
+atexit.register(time.sleep, 1000)
+threading.Thread(target=time.sleep, args=[1000], name="tracker toy", daemon=True).start()
+sys.argv = ["tunewell", "--version"]
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("tunewell ")
 
 
 def test_secrets_are_not_sent(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

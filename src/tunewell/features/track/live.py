@@ -103,14 +103,10 @@ class LiveTracker:
                     return
 
     def _send(self, sender: Sender) -> None:
-        steps = self._queued()
-        # All queued steps are in the log, except those that a rewind has cut. A rewind sets the flag before its steps.
-        if self._is_behind:
-            self._is_behind = False
-            self._queued()
+        is_behind, self._is_behind = self._is_behind, False
+        steps = [self._steps.get_nowait() for _ in range(self._steps.qsize())]
+        # A rewind sets the flag before its first step is queued. The steps that it has cut are in the queue only.
+        if is_behind or self._is_behind:
             sender.catch_up()
         else:
             sender.send([event_line({"kind": "step", **step.__dict__}) for step in steps])
-
-    def _queued(self) -> list[StepTaken]:
-        return [self._steps.get_nowait() for _ in range(self._steps.qsize())]
