@@ -16,7 +16,7 @@ from typing import Any
 
 from tunewell.config.extensions import TRACKERS
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, read_bytes, read_text, write_atomic
+from tunewell.core.files import FolderLock, read_bytes, write_atomic
 from tunewell.core.redact import redact
 from tunewell.evaluation.compare import flat_settings
 from tunewell.features.track.base import Point, Progress, TrackedRun, Tracker
@@ -47,7 +47,7 @@ class Sender:
         folder.mkdir(exist_ok=True)
         self._lock = FolderLock.take(folder / f"{name}.lock", doing=f"sending `{run}` to `{name}`")
         self._state_path, self._seen_path = folder / f"{name}.json", folder / f"{name}.seen"
-        self._progress = _read_progress(self._state_path)
+        self._progress = Progress(**(read_object(self._state_path) or {}))
         self._seen = _read_seen(self._seen_path)
         try:
             self._tracker: Tracker = TRACKERS.load(name)()
@@ -139,25 +139,21 @@ def _settings(run: Path) -> dict[str, Any]:
     }
 
 
-def _read_progress(path: Path) -> Progress:
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Progress(**json.loads(read_text(path)))
-    return Progress()
+def _read(path: Path) -> bytes:
+    """Return the content of a file; nothing if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return read_bytes(path)
+    return b""
 
 
 def _read_seen(path: Path) -> set[bytes]:
-    data = b""
-    with contextlib.suppress(OSError):
-        data = read_bytes(path)
+    data = _read(path)
     return {data[at : at + _HASH_BYTES] for at in range(0, len(data), _HASH_BYTES)}
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Return the whole lines of a log, or none if it cannot be read."""
-    try:
-        return read_bytes(path).split(b"\n")[:-1]
-    except OSError:
-        return []
+    """Return the whole lines of a log."""
+    return _read(path).split(b"\n")[:-1]
 
 
 def _parse(line: bytes) -> tuple[int, dict[str, Any]]:
