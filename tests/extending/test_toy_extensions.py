@@ -3,9 +3,11 @@
 import json
 import os
 import signal
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,29 +88,64 @@ def test_a_toy_optimizer_trains_and_resumes(tiny_model: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_toy_tracker_follows_a_run_and_a_hanging_one_costs_no_step(
+def test_a_toy_tracker_gets_a_run_and_a_hanging_one_costs_no_step(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tracker is a process of its own: the run ends with all its steps while the tracker still hangs."""
+    """A tracker has a thread of its own: the run ends with all its steps while the tracker still hangs."""
     TRACKERS.add(TrackerEntry("toy", "a toy", "toy_tracker:ToyTracker"))
-    folders = [str(Path(__file__).parent), str(Path(tunewell.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     rows = [row(number) for number in range(30)]
     monkeypatch.setenv("TOY_TRACKER", "hangs")
     result = tunewell.train(_settings(tiny_model, track=["toy"]), data=rows, out="hung", progress=False)
     assert (result.status, result.steps) == ("finished", 2)
+    num_points = len(Path("hung/events.jsonl").read_text().splitlines())
+    assert any("`tunewell track" in note and f"{num_points} points not sent" in note for note in result.notes)
     assert not Path("hung/track/toy.jsonl").exists(), "the tracker hangs, and nobody waited for it"
     monkeypatch.delenv("TOY_TRACKER")
-    tunewell.train(_settings(tiny_model, report_to="toy"), data=rows, out="run", progress=False)
-    deadline = time.monotonic() + 60
-    path = Path("run/track/toy.jsonl")
-    while not (path.is_file() and '"close"' in path.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    sent = [json.loads(line) for line in path.read_text().splitlines()]
+    result = tunewell.train(_settings(tiny_model, report_to="toy"), data=rows, out="run", progress=False)
+    assert not any("track" in note for note in result.notes)
+    sent = [json.loads(line) for line in Path("run/track/toy.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in sent if "loss" in entry.get("values", {})] == [1, 2]
     assert sent[-1] == {"close": "finished"}
-    owner = json.loads(Path("hung/track/toy.lock").read_text())["pid"]
-    os.kill(owner, signal.SIGKILL)
+
+
+def _logged_steps() -> list[Any]:
+    lines = map(json.loads, Path("run/events.jsonl").read_text().splitlines())
+    return [(line["step"], line["seconds"]) for line in lines if line["kind"] == "step"]
+
+
+def _sent_steps() -> list[Any]:
+    """Return the steps that the toy got, with their seconds, and the status after each session."""
+    lines = map(json.loads, Path("run/track/toy.jsonl").read_text().splitlines())
+    steps = [line.get("close") or (line["step"], line["values"].get("seconds")) for line in lines if "open" not in line]
+    return [step for step in steps if step[1]]
+
+
+@pytest.mark.long
+def test_a_killed_run_is_sent_by_the_command_and_its_resume_continues_the_record(tiny_model: Path) -> None:
+    """`kill -9` ends the thread of the tracker too. What was not sent is sent once, by whoever comes first."""
+    (rows := Path("rows.jsonl")).write_text("".join(json.dumps(row(number)) + "\n" for number in range(30)))
+    folders = [str(Path(__file__).parent), str(Path(tunewell.__file__).parents[1])]
+    training = f"""
+import os, sys
+sys.path[:0] = {folders}
+import tunewell
+from tunewell.config.extensions import TRACKERS, TrackerEntry
+TRACKERS.add(TrackerEntry("toy", "a toy", "toy_tracker:ToyTracker"))
+is_resuming = "--resume" in sys.argv
+settings = {_settings(tiny_model, track=["toy"], train={"max_steps": 200, "batch_documents": 1})}
+tunewell.train(settings, data={str(rows)!r}, out="run", progress=False, resume=is_resuming)
+"""
+    command, environment = [sys.executable, "-c", training], {**os.environ, "TOY_KILLS": "5"}
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    TRACKERS.add(TrackerEntry("toy", "a toy", "toy_tracker:ToyTracker"))
+    assert command_line.main(["track", "run", "--to", "toy"]) == 0
+    assert _sent_steps()[-1] == "killed"
+    assert _sent_steps()[:-1] == _logged_steps()
+    assert subprocess.run([*command, "--resume"]).returncode == 0
+    assert _sent_steps()[-1] == "finished"
+    assert len(_sent_steps()) == len({*_sent_steps()}) and {*_logged_steps()} < {*_sent_steps()}
+    assert json.loads(Path("run/track/toy.json").read_text())["state"] == {"sessions": 3}
 
 
 def test_a_toy_source_is_prepared(tiny_model: Path) -> None:

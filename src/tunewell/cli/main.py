@@ -12,6 +12,7 @@ import platform
 import shlex
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO, cast
@@ -53,6 +54,11 @@ def run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     # Python looks for cycles among all objects before it exits, which takes a second with torch and transformers.
     gc.freeze()
+    if any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
+        # It hangs. The clean-up of its package may hang as well.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -120,7 +120,7 @@ MergedPrecision = Literal["bf16", "fp16", "fp32"]
 
 @dataclass(frozen=True)
 class TrackerEntry(Entry):
-    """A tracker, with the package that it needs in its environment."""
+    """A tracker, with the package that it needs."""
 
     package: str = ""
     """The name for `pip install`; empty if it needs none."""
@@ -129,4 +129,3 @@ class TrackerEntry(Entry):
 
 
 TRACKERS: Registry[TrackerEntry] = Registry("tracker", [TrackerEntry(*entry) for entry in extension_entries("tracker")])
-"""Trackers. Their modules use the standard library and the package only, so that they run in another environment."""

@@ -423,11 +423,9 @@ class Config(Section):
     """Random seed. Equal seeds and equal rows give equal results."""
     track: tuple[Annotated[str, OneOf(TRACKERS)], ...] = Field(
         default=(),
-        description=f"Trackers of the run. {OneOf(TRACKERS).doc()} Each is a process of its own that follows the run's "
-        "files, so the run never waits for it. `none`: no tracker.",
+        description=f"Trackers of the run. {OneOf(TRACKERS).doc()} Each has a thread and a queue, so "
+        "training never waits for it. `none`: no tracker.",
     )
-    track_python: Text | None = None
-    """Python of another environment with the trackers' packages, e.g. `~/trackers/bin/python`."""
     data: Data = Data()
     storage: Storage = Storage()
     template: Template = Template()

@@ -18,7 +18,7 @@ from tunewell.records.report import Report
 from tunewell.runs.curves import Line
 
 MAX_CHANGES = 100
-_NOT_COMPARED = ("run", "corpus", "track", "track_python")
+_NOT_COMPARED = ("run", "corpus", "track", "track_python")  # older runs have the last one
 
 
 @dataclass(frozen=True)

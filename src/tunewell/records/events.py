@@ -46,9 +46,7 @@ class EventLog:
 
     def append(self, event: dict[str, Any]) -> None:
         """Write an event. It survives a crash of the process and, after the next `sync`, a power failure."""
-        line = json.dumps(plain(event), ensure_ascii=False, allow_nan=False)
-        # A lone surrogate cannot be encoded as UTF-8; its escape is valid JSON.
-        data = line.encode("utf-8", "backslashreplace") + b"\n"
+        data = event_line(event) + b"\n"
         with self._guard:
             try:
                 self._write(self._waiting + data)
@@ -131,6 +129,13 @@ class EventLog:
             os.ftruncate(self._handle, before)  # remove a partly written line
             raise
         self._written.add(data)
+
+
+def event_line(event: dict[str, Any]) -> bytes:
+    """Return an event as a line of a log, without the line break."""
+    line = json.dumps(plain(event), ensure_ascii=False, allow_nan=False)
+    # A lone surrogate cannot be encoded as UTF-8; its escape is valid JSON.
+    return line.encode("utf-8", "backslashreplace")
 
 
 class FilePrefix:

@@ -175,7 +175,7 @@ class MetricsRecorder:
     """A listener that records losses, notes and stage times, and forwards every event."""
 
     def __init__(self, *listeners: Listener) -> None:
-        self._listeners = listeners
+        self.listeners: list[Listener] = [*listeners]
         self.losses: list[tuple[int, float]] = []
         self.held_out: list[tuple[int, float]] = []
         self.notes: list[str] = []
@@ -216,7 +216,7 @@ class MetricsRecorder:
                 self.held_out = [(at, loss) for at, loss in self.held_out if at <= step]
             case Note(message, is_passing=False):
                 self.notes.append(message)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener(event)
 
     def note(self, message: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from tunewell.config.load import LoadedConfig
-from tunewell.core.features import find_hook, require_hook
+from tunewell.core.features import require_hook
 from tunewell.core.progress import DOWNLOADING, only_stage, silent
 from tunewell.core.redact import redact
 from tunewell.data.batches import DataOrder
@@ -34,7 +34,7 @@ from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
 from tunewell.training.events import CheckedItem, Listener
 from tunewell.training.faults import parse_faults
-from tunewell.training.run import Run
+from tunewell.training.run import Ending, Run
 from tunewell.training.step import StepHooks
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import validate
@@ -56,7 +56,7 @@ def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[Loaded
     loaded, start = with_start(loaded)
     require_training_data(loaded, is_resuming=options.is_resuming)
     if loaded.config.track:
-        require_hook("track", "require", needed_by="`track`")(loaded.config.track, loaded.config.track_python)
+        require_hook("track", "require", needed_by="`track`")(loaded.config.track)
     if loaded.config.export.to:
         require_exportable(loaded)
     if loaded.config.verdict.metrics:
@@ -94,10 +94,7 @@ class Training:
                 tokens = run.progress.tokens
                 self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
                 folder.keep()
-                if world.is_first and (start_trackers := find_hook("track", "start")):
-                    start_trackers(folder.path, self.loaded.config, self.recorder.note)
-                with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
-                    ending = take_steps(run, handle_signals=options.owns_process)
+                ending = self.take_steps(folder, run)
             result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
             if world.is_first:
                 write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)
@@ -158,6 +155,21 @@ class Training:
             self.device = check_device(inputs, run, self.device)
             check_packing(inputs, run)
         return inputs, run
+
+    def take_steps(self, folder: RunFolder, run: Run) -> Ending:
+        """Train until the run ends, and send its metrics to its trackers."""
+        world, options, names = self.world, self.options, self.loaded.config.track
+        start = require_hook("track", "start", needed_by="`track`") if names and world.is_first else None
+        end_trackers = start(folder.path, names, self.recorder.listeners, self.recorder.note) if start else None
+        status = "failed"
+        try:
+            with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
+                ending = take_steps(run, handle_signals=options.owns_process, pause_at=options.pause_step(run.plan))
+            status = ending.status
+            return ending
+        finally:
+            if end_trackers:
+                end_trackers(status)
 
     def process_settings(self, plan: Plan) -> AbstractContextManager[None]:
         """Set the number of threads, permanently on the command line and temporarily in a library call."""

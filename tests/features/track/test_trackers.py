@@ -1,4 +1,4 @@
-"""Trackers: the process that follows a run sends each step once, through rewinds, crashes, hangs and dead servers."""
+"""Trackers: each step is sent once, through rewinds, crashes, hangs and dead servers, and training never waits."""
 
 import importlib.util
 import json
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,21 +19,23 @@ from tunewell.cli.main import main
 from tunewell.config.extensions import TRACKERS, TrackerEntry
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
-from tunewell.features.track.start import require_trackers
+from tunewell.features.track import live
+from tunewell.features.track.sender import Sender, require_trackers
+from tunewell.records.events import event_line
+from tunewell.runs.result import MetricsRecorder
+from tunewell.training.events import Evaluated, Rewound, StepTaken
 
 FOLDER = Path(__file__).parent
 TOYS = FOLDER.parents[1] / "extending"
-FOLLOW = "tunewell.features.track.follow"
-PYTHON = os.environ.get("TUNEWELL_TRACK_PYTHON")
-"""The Python of an environment with tensorboard, wandb and mlflow, for the tests that read back."""
 
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = dict(TRACKERS._entries)
     TRACKERS.add(TrackerEntry("toy", "a toy", "toy_tracker:ToyTracker"))
-    path = os.pathsep.join([str(TOYS), str(FOLDER.parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(str(TOYS))
+    monkeypatch.setattr(live, "_WAIT_SECONDS", (0.01,))
+    monkeypatch.setattr(live, "_PATIENCE_SECONDS", 30.0)
     yield
     TRACKERS._entries = before
 
@@ -41,7 +44,7 @@ class FakeRun:
     """A run folder that is written as a run writes it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.recorder = folder, MetricsRecorder()
         folder.mkdir()
         chosen = {"value": 20, "because": "x"}
         plan = {"model": "a/model", "config": {"train": {"learning_rate": 0.1}}, "num_steps": chosen}
@@ -51,16 +54,21 @@ class FakeRun:
         (folder / "events.jsonl").touch()
 
     def steps(self, first: int, last: int, *, salt: float = 0.0) -> None:
-        with (self.folder / "events.jsonl").open("a") as log:
-            for step in range(first, last + 1):
-                loss = "nan" if step == 3 else 2.0 - step / 10 + salt
-                event = {"kind": "step", "step": step, "loss": loss, "tokens": 10, "was_skipped": False}
-                event |= {"seconds": 0.5 + salt}  # no two steps take the same time
-                log.write(json.dumps(event) + "\n")
+        for step in range(first, last + 1):
+            loss = math.nan if step == 3 else 2.0 - step / 10 + salt
+            seconds = 0.5 + salt  # no two steps take the same time
+            event = StepTaken(step, 0.0, loss, 1.0, 0.1, 10, 10, 1, seconds, None, "hash")
+            self._log({"kind": "step", **event.__dict__})
+            self.recorder(event)
 
     def evaluated(self, step: int, loss: float) -> None:
-        with (self.folder / "events.jsonl").open("a") as log:
-            log.write(json.dumps({"kind": "held_out", "step": step, "loss": loss}) + "\n")
+        event = Evaluated(step, loss, 10, 1, 0.5, is_best=True)
+        self._log({"kind": "held_out", "step": step, "loss": loss})
+        self.recorder(event)
+
+    def _log(self, event: dict[str, Any]) -> None:
+        with (self.folder / "events.jsonl").open("ab") as log:
+            log.write(event_line(event) + b"\n")
 
     def rewind(self, step: int) -> None:
         path = self.folder / "events.jsonl"
@@ -69,6 +77,7 @@ class FakeRun:
         path.with_name("new").replace(path)
         with (self.folder / "healing.jsonl").open("a") as log:
             log.write(json.dumps({"step": step, "action": "rewind", "words": f"back to {step}"}) + "\n")
+        self.recorder(Rewound(step))
 
     def end(self, status: str = "finished") -> None:
         (self.folder / "outcome.json").write_text(json.dumps({"status": status}))
@@ -77,9 +86,10 @@ class FakeRun:
     def sent(self, name: str = "loss") -> list[tuple[int, Any]]:
         return [(row["step"], row["values"][name]) for row in self.rows() if name in row.get("values", {})]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, key: str = "") -> list[dict[str, Any]]:
         path = self.folder / "track" / "toy.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [row for row in rows if not key or key in row]
 
 
 @pytest.fixture
@@ -87,9 +97,19 @@ def run(tmp_path: Path) -> FakeRun:
     return FakeRun(tmp_path / "run")
 
 
-def start(run: FakeRun, *flags: str, **environment: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", FOLLOW, str(run.folder), "toy", "toy_tracker:ToyTracker", *flags]
-    return subprocess.Popen(command, env={**os.environ, **environment})
+def start(run: FakeRun, name: str = "toy") -> Callable[[str], None]:
+    """Attach a tracker as a training does. The result ends it, after the run has written its outcome."""
+    end = live.start_trackers(run.folder, [name], run.recorder.listeners, run.recorder.note)
+
+    def finish(status: str) -> None:
+        end(status)
+        run.end(status)
+
+    return finish
+
+
+def tracker_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tracker ")]
 
 
 def wait_for(is_true: Callable[[], object]) -> None:
@@ -99,47 +119,126 @@ def wait_for(is_true: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.long
-def test_a_live_run_is_followed_through_a_rewind_and_a_kill(run: FakeRun) -> None:
-    """Each step is sent once, NaN stays NaN, repeated steps are a new segment, and a killed tracker catches up."""
+def test_a_run_is_sent_through_a_rewind_and_a_resume(run: FakeRun) -> None:
+    """Each step is sent once, NaN stays NaN, and repeated steps are a new segment of the same record."""
+    end = start(run)
     run.steps(1, 5)
-    tracker = start(run)
     wait_for(lambda: len(run.sent()) == 5)
     run.rewind(2)
     run.steps(3, 4, salt=0.5)
-    wait_for(lambda: len(run.sent()) == 7)
-    wait_for(lambda: (run.folder / "track" / "toy.seen").stat().st_size == 8 * 4)
-    tracker.kill()
-    tracker.wait()
-    run.steps(5, 7, salt=0.5)
-    run.evaluated(7, 1.25)
-    run.end()
-    assert start(run).wait(60) == 0
-    values = [(1, 1.9), (2, 1.8), (3, "nan"), (4, 1.6), (5, 1.5), (3, "nan"), (4, 2.1), (5, 2.0), (6, 1.9), (7, 1.8)]
-    assert run.sent() == [(step, value if value == "nan" else pytest.approx(value)) for step, value in values]
-    assert run.sent("held_out_loss") == [(7, 1.25)]
-    assert run.sent("rewinds") == [(2, 1.0)] and run.sent("segment") == [(2, 1.0)]
-    points = [row for row in run.rows() if "number" in row]
-    assert [row["number"] for row in points] == list(range(len(points))), "the count must increase over sessions"
-    assert [row["segment"] for row in points if "loss" in row["values"]] == [0] * 5 + [1] * 5
+    end("interrupted")
+    end = start(run)
+    run.steps(5, 6, salt=0.5)
+    run.evaluated(6, 1.25)
+    end("finished")
     assert run.rows()[-1] == {"close": "finished"}
-    assert run.rows()[0]["settings"]["train.learning_rate"] == 0.1
+    values = [(1, 1.9), (2, 1.8), (3, "nan"), (4, 1.6), (5, 1.5), (3, "nan"), (4, 2.1), (5, 2.0), (6, 1.9)]
+    assert run.sent() == [(step, value if value == "nan" else pytest.approx(value)) for step, value in values]
+    assert run.sent("held_out_loss") == [(6, 1.25)]
+    assert run.sent("rewinds") == [(2, 1.0)] and run.sent("segment") == [(2, 1.0)]
+    points = run.rows("number")
+    assert [point["number"] for point in points] == list(range(len(points))), "the count must increase over sessions"
+    assert [point["segment"] for point in points if "loss" in point["values"]] == [0] * 5 + [1] * 4
+    assert run.rows("open")[0]["settings"]["train.learning_rate"] == 0.1
+    assert json.loads((run.folder / "track" / "toy.json").read_text())["state"] == {"sessions": 2}
+    assert run.recorder.notes == []
 
 
-@pytest.mark.long
-def test_a_server_that_is_down_gets_everything_later(run: FakeRun, tmp_path: Path) -> None:
-    """While it refuses, nothing is lost; when it answers, each step arrives once."""
-    down = tmp_path / "down"
-    down.touch()
+def test_a_server_that_is_down_gets_everything_later(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it refuses, training goes on with one note; when it answers, each step arrives once."""
+    (down := tmp_path / "down").touch()
+    monkeypatch.setenv("TOY_REFUSES", str(down))
     run.steps(1, 3)
-    tracker = start(run, TOY_REFUSES=str(down))
-    wait_for(lambda: run.rows())
+    end = start(run)
+    wait_for(lambda: run.recorder.notes)
     run.steps(4, 6)
     assert run.sent() == []
     down.unlink()
-    run.end()
-    assert tracker.wait(60) == 0
+    end("finished")
     assert [step for step, _ in run.sent()] == [1, 2, 3, 4, 5, 6]
+    assert run.recorder.notes == [
+        "the tracker `toy` failed, and training goes on: ConnectionError: the server does not answer"
+    ]
+
+
+def test_a_server_that_never_answers_is_named_at_the_end(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ends as it would without a tracker, and the advised command sends what is missing."""
+    (down := tmp_path / "down").touch()
+    monkeypatch.setenv("TOY_REFUSES", str(down))
+    end = start(run)
+    run.steps(1, 2)
+    end("finished")
+    command = f"tunewell track {run.folder} --to toy"
+    assert run.recorder.notes[-1] == f"the tracker `toy` failed; 2 points not sent; `{command}` sends what is missing"
+    assert not tracker_threads()
+    down.unlink()
+    assert main(command.split()[1:]) == 0 and "sent 2 new points" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["hangs", "hangs later", "hangs at the end"])
+def test_a_hanging_tracker_never_blocks_a_run(run: FakeRun, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps beyond the queue are dropped and counted, the end waits for a limited time, and no step is lost."""
+    monkeypatch.setenv("TOY_TRACKER", how)
+    monkeypatch.setattr(live, "_MAX_QUEUED", 10)
+    monkeypatch.setattr(live, "_PATIENCE_SECONDS", 0.2)
+    end = start(run)
+    run.steps(1, 50)
+    end("finished")
+    num_left = 0 if how == "hangs at the end" else 50
+    assert f"has not answered within 0 seconds; {num_left} points not sent" in run.recorder.notes[-1]
+    with pytest.raises(UserError, match="another process"):
+        Sender(run.folder, "toy")
+    monkeypatch.delenv("TOY_TRACKER")
+    wait_for(lambda: not tracker_threads())
+    assert [step for step, _ in run.sent()] == list(range(1, 51))
+    assert run.rows()[-1] == {"close": "finished"}
+
+
+def test_a_hanging_tracker_does_not_delay_the_end_of_a_command() -> None:
+    """The package of a tracker may wait for its server when Python exits."""
+    script = """
+import atexit, sys, threading, time
+from tunewell.cli.main import run
+atexit.register(time.sleep, 1000)
+threading.Thread(target=time.sleep, args=[1000], name="tracker toy", daemon=True).start()
+sys.argv = ["tunewell", "--version"]
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("tunewell ")
+
+
+def test_secrets_are_not_sent(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name or a setting may contain a token, and so may the error of a server."""
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789")
+    plan = {"model": "https://user:hunter2hunter2@host/m", "config": {"data": {"api_key": "s3cret-0123456789"}}}
+    (run.folder / "plan.json").write_text(json.dumps(plan))
+    with (run.folder / "healing.jsonl").open("a") as log:
+        log.write(json.dumps({"step": 1, "action": "none", "words": "s3cret-0123456789 was refused"}) + "\n")
+    start(run)("finished")
+    assert "s3cret" not in (text := (run.folder / "track" / "toy.jsonl").read_text()) and "hunter2" not in text
+    monkeypatch.setattr(Sender, "catch_up", lambda _: 1 / int("s3cret-0123456789"))
+    start(run)("finished")
+    assert "invalid literal" in (notes := "\n".join(run.recorder.notes)) and "s3cret" not in notes
+
+
+def test_what_the_former_tracker_processes_sent_is_not_sent_again(run: FakeRun) -> None:
+    """They wrote the same files, without `num_cut`."""
+    run.steps(1, 3)
+    with Sender(run.folder, "toy") as sender:
+        assert sender.catch_up() == 3
+    path = run.folder / "track" / "toy.json"
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "num_cut"})
+    )
+    run.steps(4, 4)
+    with Sender(run.folder, "toy") as sender:
+        assert sender.catch_up() == 1
+    assert json.loads(path.read_text())["state"] == {"sessions": 2}
 
 
 def test_older_runs_are_sent_by_the_command(
@@ -166,16 +265,14 @@ def test_older_runs_are_sent_by_the_command(
         assert main(["track", *words]) == 2
 
 
-@pytest.mark.long
-def test_two_followers_do_not_send_a_run_twice(run: FakeRun) -> None:
-    """The second finds the lock of the first."""
+def test_two_senders_do_not_send_a_run_twice(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command finds the lock of the running training."""
     run.steps(1, 2)
-    first = start(run)
+    end = start(run)
     wait_for(lambda: len(run.sent()) == 2)
-    second = start(run)
-    assert second.wait(60) == 2
-    run.end()
-    assert first.wait(60) == 0
+    assert main(["track", str(run.folder), "--to", "toy"]) == 2
+    assert "another process is sending" in capsys.readouterr().err
+    end("finished")
     assert [step for step, _ in run.sent()] == [1, 2]
 
 
@@ -183,11 +280,18 @@ def test_a_missing_package_is_told_before_the_run(monkeypatch: pytest.MonkeyPatc
     """Not after an hour of training, in a log that nobody reads."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="wandb"):
-        require_trackers(["wandb"], None)
-    with pytest.raises(UserError, match="no Python"):
-        require_trackers(["wandb"], "/nowhere/python")
-    require_trackers(["wandb"], sys.executable)
-    require_trackers([], "/nowhere/python")
+        require_trackers(["wandb"])
+    require_trackers(["toy"])
+
+
+def test_the_python_of_another_environment_is_withdrawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says what replaces it; configs in which it was not set stay valid."""
+    with pytest.raises(UserError, match="track_python") as raised:
+        load_config(sets=["track_python=~/trackers/bin/python"], has_file=False)
+    assert "tunewell track" in str(raised.value)
+    load_config(sets=["track_python=null"], has_file=False)
+    assert main(["track", "run", "--python", "python"]) == 2
+    assert "--python" in capsys.readouterr().err
 
 
 def test_report_to_is_an_alias() -> None:
@@ -200,32 +304,31 @@ def test_report_to_is_an_alias() -> None:
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 @pytest.mark.slow
-def test_real_trackers_read_back_each_step_once(run: FakeRun, name: str, tmp_path: Path) -> None:
+def test_real_trackers_read_back_each_step_once(
+    run: FakeRun, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run with a rewind, read with the tracker's own package: raw values, NaN, and the repeated steps."""
-    python = PYTHON or sys.executable
-    if PYTHON is None and importlib.util.find_spec(TRACKERS.entry(name).module) is None:
-        pytest.skip(f"{name} is not installed; TUNEWELL_TRACK_PYTHON names a Python that has it")
+    if importlib.util.find_spec(TRACKERS.entry(name).module) is None:
+        pytest.skip(f"{name} is not installed")
     store = os.environ.get("MLFLOW_TEST_URI") or f"file:{tmp_path}/mlflow"
-    environment = {
-        **os.environ,
-        "WANDB_MODE": "offline",
-        "MLFLOW_TRACKING_URI": store,
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-    }
-    environment["MLFLOW_EXPERIMENT_NAME"] = tmp_path.name
-    command = [python, "-m", FOLLOW, str(run.folder), name, TRACKERS.entry(name).path]
+    for variable, value in (
+        ("WANDB_MODE", "offline"),
+        ("MLFLOW_TRACKING_URI", store),
+        ("MLFLOW_ALLOW_FILE_STORE", "true"),
+        ("MLFLOW_EXPERIMENT_NAME", tmp_path.name),
+    ):
+        monkeypatch.setenv(variable, value)
+    end = start(run, name)
     run.steps(1, 5)
-    tracker = subprocess.Popen(command, env=environment)
     seen = run.folder / "track" / f"{name}.seen"
     wait_for(lambda: seen.is_file() and seen.stat().st_size == 8 * 5)
     run.rewind(2)
     run.steps(3, 6, salt=0.5)
     run.evaluated(6, 1.25)
-    run.end()
-    assert tracker.wait(120) == 0
+    end("finished")
     place = store if name == "mlflow" else str(run.folder / "track" / name)
-    reader = [python, str(FOLDER / "read_trackers.py"), name, place]
-    done = subprocess.run(reader, env=environment, capture_output=True, text=True)
+    reader = [sys.executable, str(FOLDER / "read_trackers.py"), name, place]
+    done = subprocess.run(reader, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     losses = [(metric.rpartition("/")[2], step, value) for metric, step, value in rows]

@@ -1,5 +1,4 @@
-"""Experiment trackers: a separate process follows the files of a run and sends its metrics on.
+"""Experiment trackers: a thread sends the metrics of a run while it trains, and `tunewell track` those of any run.
 
-The modules use the standard library and the package of their tracker, so that they run in another environment. Start
-with `follow.py`; `base.py` has the protocol of a tracker.
+Start with `sender.py`; `base.py` has the protocol of a tracker, and `live.py` the thread of a run.
 """

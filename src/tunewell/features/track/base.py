@@ -1,4 +1,4 @@
-"""The protocol of a tracker, and the points that it receives. Standard library only."""
+"""The protocol of a tracker, and the points that it receives."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,4 +60,6 @@ class Progress:
     segment: int = 0
     rewinds: int = 0
     healing_lines: int = 0
+    num_cut: int = 0
+    """Number of sent lines that are no longer in the log, because the run went back."""
     state: dict[str, Any] = field(default_factory=dict)

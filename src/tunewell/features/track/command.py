@@ -16,16 +16,13 @@ def command(
     to: Annotated[
         str, typer.Option(metavar="TRACKER", help=f"Tracker: {', '.join(TRACKERS.names())}.")
     ] = "tensorboard",
-    python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Python of another environment with the tracker's package.")
-    ] = None,
     json: AsJson = False,
 ) -> None:
     """Send the metrics of a run to TensorBoard, W&B or MLflow."""
     from tunewell.features.track.workflow import track
 
     with shown_stages() as progress:
-        done = track(run, to=to, python=python, progress=progress)
+        done = track(run, to=to, progress=progress)
     if json:
         emit(json_text({**vars(done), "run": str(done.run)}))
         return

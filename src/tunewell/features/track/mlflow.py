@@ -8,8 +8,13 @@ from tunewell.features.track.base import Point, TrackedRun
 _MAX_VALUE = 500
 _BATCH = 900
 """MLflow accepts at most 1,000 metrics and 100 parameters in one request."""
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-"""MLflow's defaults retry for four minutes without a message. `follow.py` retries and reports each failure."""
+_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""MLflow's own defaults retry for four minutes without a message, and print a link to stdout at the end of a run.
+`live.py` retries too, and notes the failure."""
 
 
 class MlflowTracker:
@@ -21,7 +26,7 @@ class MlflowTracker:
 
     def open(self, run: TrackedRun, state: dict[str, Any]) -> None:
         """Create an MLflow run, or continue it. The experiment is that of `MLFLOW_EXPERIMENT_NAME`."""
-        for key, value in _PATIENCE.items():
+        for key, value in _DEFAULTS.items():
             os.environ.setdefault(key, value)
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]  of the user's environment
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]

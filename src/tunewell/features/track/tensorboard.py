@@ -1,7 +1,7 @@
 """Write event files for TensorBoard into `RUN/track/tensorboard`, without torch."""
 
 # pyright: reportMissingImports=false
-# TensorBoard may be installed in another environment.
+# TensorBoard is not installed with tunewell.
 
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,16 @@
 """`tunewell track`: send the metrics of a run to a tracker, now."""
 
+import contextlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunewell.config.extensions import TRACKERS
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.features.track.follow import num_points
-from tunewell.features.track.start import require_trackers, send_run
+from tunewell.core.redact import redact
+from tunewell.features.track.sender import Sender, require_trackers
+from tunewell.runs.listing import summarise
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,12 @@ class Tracked:
     run: Path
     tracker: str
     messages: str
-    """What the tracker printed to stderr."""
+    """What the tracker printed to stdout."""
     num_sent: int
     """Number of points: steps, evaluations and problems that were not sent before."""
 
 
-def track(run: str | Path, *, to: str, python: str | None = None, progress: ProgressListener = silent) -> Tracked:
+def track(run: str | Path, *, to: str, progress: ProgressListener = silent) -> Tracked:
     """Send the metrics that were not sent yet. Raise UserError if there is no run, or if the tracker failed."""
     folder = Path(run).expanduser()
     TRACKERS.entry(to)
@@ -32,14 +35,21 @@ def track(run: str | Path, *, to: str, python: str | None = None, progress: Prog
             where=f"expected `{folder / 'events.jsonl'}`",
             fix="`tunewell runs` lists runs",
         )
-    require_trackers([to], python)
+    require_trackers([to])
     progress(Progress(f"sending {folder} to {to}"))
-    before = num_points(folder, to)
-    code, messages = send_run(folder, to, python)
-    if code:
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), Sender(folder, to) as sender:
+            status = summarise(folder).status
+            num_sent = sender.catch_up()
+            if status != "running":
+                sender.close(status)
+    except UserError:
+        raise
+    except Exception as error:  # any error of a tracker: a server that is down, a full disk, a bug in it
         raise UserError(
             f"the run was not sent to `{to}`",
-            where=messages.splitlines()[-1] if messages else f"exit code {code}",
+            where=redact(f"{type(error).__name__}: {error}"),
             fix="correct the problem, then run the same command again: it continues where it stopped",
-        )
-    return Tracked(folder, to, messages, num_points(folder, to) - before)
+        ) from error
+    return Tracked(folder, to, redact(printed.getvalue().strip()), num_sent)
