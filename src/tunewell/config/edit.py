@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,19 @@ def edited_text(loaded: LoadedConfig, changes: Mapping[str, Any]) -> str | None:
         return None
     try:
         before = read_text(loaded.file)
-        own = load_config(loaded.file)
-        text, values = _make_room(before, own, changes)
-        for key, value in values.items():
-            text = set_key(text, key, value)
-        expected = load_config(loaded.file, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
-        return text if load_config(loaded.file, text=text).config == expected.config else None
+        expected = load_config(loaded.file, [f"{key}={json.dumps(value)}" for key, value in changes.items()]).config
+        text, keys = _make_room(before, load_config(loaded.file), changes)
+        for key in keys:
+            text = set_key(text, key, _value(expected, key))
+        return text if load_config(loaded.file, text=text).config == expected else None
     except UserError:
         return None
 
 
-def _make_room(text: str, own: LoadedConfig, changes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _make_room(text: str, own: LoadedConfig, changes: Iterable[str]) -> tuple[str, list[str]]:
     """Remove lines that set the changed keys in another form (`method: galore`, `optim: adamw`).
 
-    Return the text and the changes, with all settings of these lines.
+    Return the text, and the keys to set: those that are changed, and all that these lines set.
     """
     lines, written = text.splitlines(), {format_key(path): at for path, at in read_yaml(text, "config").lines.items()}
     moved: set[int] = set()
@@ -58,13 +57,14 @@ def _make_room(text: str, own: LoadedConfig, changes: Mapping[str, Any]) -> tupl
         if (at := written.get(section)) and not re.match(rf"\s*{section.rpartition('.')[2]}:\s*(#.*)?$", lines[at - 1]):
             moved.add(at)
     origins = {f"{own.file} line {at}" for at in moved}
-    kept = {key: _value(own.config, key) for key, origin in own.origins.items() if origin in origins and _is_value(key)}
+    kept = [key for key, origin in own.origins.items() if origin in origins and _is_value(key)]
     for at in sorted(moved, reverse=True):
         name = lines[at - 1].partition(":")[0]
         comment = matched[2] or "" if (matched := _LINE.match(lines[at - 1])) else ""
         is_section = name in all_keys() and all_keys()[name].is_section
-        lines[at - 1 : at] = [f"{name}:{comment}"] if is_section else [comment.strip()] if comment else []
-    return "\n".join(lines) + "\n", {**kept, **changes}
+        indent = " " * (len(name) - len(name.lstrip()))
+        lines[at - 1 : at] = [f"{name}:{comment}"] if is_section else [indent + comment.strip()] if comment else []
+    return "\n".join(lines) + "\n", list(dict.fromkeys([*kept, *changes]))
 
 
 def _is_value(key: str) -> bool:

@@ -1,11 +1,16 @@
 """Settings of other trainers that are not aliases: converted to tunewell's keys, or refused with the reason.
 
 The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
-only if a config has a key that tunewell does not know, or a training method of another tool. Each row of `foreign.json` is
-a name with its values: `same` have no effect here (`null` always is one; with `unset_beside`, also `false` beside that
-name, as in a dump of all defaults); `to` are settings of tunewell; `key` is tunewell's key for any other value, with
-`is_list` also from a text like `a,b`; with `is_method`, the value is a name of `method_names.json`; `instead` says what
-to write for all others. Names with `is_computed` are translated below.
+only if a config has a key that tunewell does not know, or a training method of another tool. `foreign.json` has a row
+for each name:
+
+same         values without effect here; `null` always is one
+unset_beside a name beside which `false` is a default, as in a dump of all settings
+to           value -> the settings of tunewell with the same meaning
+key          the key of tunewell that takes any other value; with `is_list`, also from a text like `a,b`
+is_method    the value is a name in `method_names.json`
+is_computed  the value is translated by a function below
+instead      what to write instead of any other value
 """
 
 import json
@@ -114,7 +119,7 @@ def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:
     if len(sizes) == 1 and all(type(factor) is int and factor > 0 for factor in factors):
         result.set("train.batch_documents", prod(factors), *names)
     elif names:
-        others = f" instead of {' and '.join(f'`{name}`' for name in names)}" if len(sizes) > 1 else ""
+        others = f" ({' and '.join(f'`{name}`' for name in sizes)} are the same setting)" if len(sizes) > 1 else ""
         result.refuse(
             names[0],
             f"write `train.batch_documents`, the number of documents in a whole step{others}; micro-batches follow "

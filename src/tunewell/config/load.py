@@ -210,8 +210,8 @@ def load_config(
     """Load `path`, or `tunewell.yaml` in the current folder if it exists, and apply flags and `--set`.
 
     A mapping is treated like a file in the current folder. If `has_file` is False, no file is read. With `text`, it is
-    read in place of that of the file. The last `--set` of a key takes precedence. Paths in the file are relative to the file, other paths to the current folder. Raises
-    UserError with all problems.
+    read in place of that of the file. The last `--set` of a key takes precedence. Paths in the file are relative to the
+    file, other paths to the current folder. Raises UserError with all problems.
     """
     file = _find(path) if has_file and not isinstance(path, Mapping) else None
     draft = _Draft(base=file.parent if file else Path())
@@ -372,7 +372,7 @@ def _translate_foreign(draft: _Draft) -> None:
     given = {name: _section(draft.tree, path[:-1])[path[-1]] for name, path in unknown.items()}
     found = translate(given)
     shown = {name: f"`{name}`" for name in unknown} | {"kind": f"`method.kind: {given.get('kind')}`"}
-    ranks = {origin: rank for rank, origin in enumerate(draft.origins.values())}
+    ranks = _ranks(draft)
     for name in found.used:
         del _section(draft.tree, unknown[name][:-1])[unknown[name][-1]]
     for name, reason in found.refused.items():
@@ -390,13 +390,15 @@ def _translate_foreign(draft: _Draft) -> None:
         origin, value, name = claims[-1]
         others = [claim for claim in claims if claim[1] != value and not origin.startswith("--")]
         if others:
-            both = [f"{shown.get(own, f'`{own}`')} ({where})" for where, _, own in (claims[-1], others[0])]
-            if key in (name, others[0][2]):
-                fix = f"remove `{key}`" if "kind" in (name, others[0][2]) else f"keep `{key}`"
+            both = " and ".join(f"{shown.get(own, f'`{own}`')} ({at})" for at, _, own in (others[-1], claims[-1]))
+            what = f"{both} are the same setting"
+            if key in (name, others[-1][2]):
+                fix = f"remove `{key}`" if "kind" in (name, others[-1][2]) else f"keep `{key}`"
             else:
-                fixes = [table().get(own, {}).get("instead", "") for _, _, own in claims]
+                what = f"{both} both set `{key}`, to {_shown(others[-1][1])} and {_shown(value)}"
+                fixes = (table().get(own, {}).get("instead", "") for _, _, own in claims)
                 fix = next((fix for fix in fixes if f"`{key}" in fix), "keep one of them")
-            draft.problems.append(Problem(f"{both[0]} and {both[1]} are the same setting", origin, fix))
+            draft.problems.append(Problem(what, origin, fix))
         else:
             set_value(draft.tree, ours, value)
             draft.origins[ours] = origin
@@ -416,7 +418,9 @@ def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
 
 def _meanings(section: type[Section], value: object) -> list[str]:
     """Return the keys that a value in place of a section can mean: `kind` for `method: lora`."""
-    return [] if _is_switch(section, value) else [name for name, types in section.single.items() if type(value) in types]
+    return (
+        [] if _is_switch(section, value) else [name for name, types in section.single.items() if type(value) in types]
+    )
 
 
 def _is_switch(section: type[Section], value: object) -> bool:
@@ -497,10 +501,16 @@ def _problems(error: ValidationError, draft: _Draft) -> list[Problem]:
     return list(found.values())
 
 
-def _in_file_order(problems: list[Problem], draft: _Draft) -> list[Problem]:
+def _ranks(draft: _Draft) -> dict[str, int]:
+    """Return the position of each origin: in the file, then on the command line."""
     ranks: dict[str, int] = {}
     for rank, origin in enumerate(draft.origins.values()):
         ranks.setdefault(origin, rank)
+    return ranks
+
+
+def _in_file_order(problems: list[Problem], draft: _Draft) -> list[Problem]:
+    ranks = _ranks(draft)
     return sorted(problems, key=lambda problem: ranks.get(problem.where, 0))
 
 
@@ -531,8 +541,9 @@ def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
     value = detail["input"]
     key = all_keys()[dotted_name(key_path)]
     is_quoted_number = isinstance(value, str) and isinstance(parse_scalar(value), int | float)
+    takes = key.takes.removeprefix("a list of ") if isinstance(key_path[-1], int) else key.takes
     return Problem(
-        f"`{name}` must be {key.takes}, not {_shown(value)}", where, "remove the quotes" if is_quoted_number else None
+        f"`{name}` must be {takes}, not {_shown(value)}", where, "remove the quotes" if is_quoted_number else None
     )
 
 
