@@ -85,8 +85,9 @@ def _translate_row(name: str, given: Mapping[str, Any], result: Translation, unc
         for key, meant in own.items():
             result.set(key, meant, name)
     elif "key" in row:
-        is_text_list = row.get("is_list") and isinstance(value, str)
-        result.set(row["key"], [part.strip() for part in value.split(",")] if is_text_list else value, name)
+        if row.get("is_list") and isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        result.set(row["key"], value, name)
     elif not ("is_method" in row and _translate_method(name, value, result)) and not row.get("is_computed"):
         result.refuse(name, row.get("instead", _NO_EQUIVALENT))
 

@@ -303,10 +303,10 @@ def _is_our_config(file: Path) -> bool:
     )
 
 
-def _read_file(draft: _Draft, file: Path, text: str | None) -> None:
+def _read_file(draft: _Draft, file: Path, instead: str | None) -> None:
     try:
         with open_file(file) as opened:
-            raw = opened.read(MAX_BYTES + 1) if text is None else text.encode()
+            raw = opened.read(MAX_BYTES + 1) if instead is None else instead.encode()
         if len(raw) > MAX_BYTES:
             raise UserError(f"the config has over {count(MAX_BYTES)} bytes; usually it has hundreds", where=str(file))
         text = raw.decode("utf-8-sig")

@@ -188,7 +188,8 @@ class _Unpacker:
                 raise self._no_roles(len(plain), plain)
         tokens = join_tokens(rendered, pipeline.encoder.encode(rendered.layouts))
         kept = [document for document, status in zip(documents, tokens.status, strict=True) if status == 0]
-        parts = [np.split(array, np.cumsum(tokens.lengths)[:-1]) for array in (tokens.tokens, tokens.supervised)]
+        labels = np.where(tokens.supervised, tokens.tokens.astype(np.int64), -100)
+        parts = [np.split(array, np.cumsum(tokens.lengths)[:-1]) for array in (tokens.tokens, labels)]
         # Markers that were added to the tokenizer have ids that the shards do not have.
         if self.is_rendered and not pipeline.encoder.tokenizer.added_by_us:
             self._compare(parts[0], kept)
@@ -198,7 +199,7 @@ class _Unpacker:
             tokens.notes = {note: len(kept) - num_stored} if len(kept) > num_stored else {}
         elif num_stored:
             own = [
-                _Packed(ids.astype(np.int64), np.where(mask, ids, -100)) if id(document) in whole else document
+                _Packed(ids.astype(np.int64), mask) if id(document) in whole else document
                 for document, ids, mask in zip(kept, *parts, strict=True)
             ]
             boundary = tokens.boundary * [id(document) in whole for document in kept]
