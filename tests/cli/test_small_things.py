@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from tunewell.cli.commands.inspect import _show_tokens
+from tunewell.cli.main import main
 from tunewell.cli.render import has_color
 from tunewell.cli.screens import chat as chat_screen
 from tunewell.cli.screens.verdict import _growth
@@ -87,3 +88,12 @@ def test_renamed_tensors_of_an_adapter_are_named_with_the_fix() -> None:
         before, after = fix.split("`")[1], fix.split("`")[3]
         assert [name.replace(before, after, 1) for name in found] == expected
     assert "base model" in suggest_names(expected, ["something.else"])
+
+
+def test_a_run_in_place_of_rows_is_answered_with_the_command_that_resumes_it(tmp_path, monkeypatch, capsys) -> None:
+    """Guards against "no model is named; add `--model`" for `tunewell train --resume runB`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run B").mkdir()
+    (tmp_path / "run B" / "plan.json").write_text("{}")
+    assert main(["train", "--resume", "run B"]) == 2
+    assert "`tunewell train --out 'run B' --resume`" in capsys.readouterr().err

@@ -36,11 +36,13 @@ def test_new_keys_go_into_their_section_and_new_sections_to_the_end():
 def test_the_changed_file_is_loaded_again_before_it_counts(tmp_path):
     """A file in another style must stay as it is, not half changed."""
     path = tmp_path / "tunewell.yaml"
-    path.write_text("train: {epochs: 2}\n", encoding="utf-8")
+    text = "train: {epochs: 2,\n  weight_decay: 0.1}\n"
+    path.write_text(text, encoding="utf-8")
     loaded = load_config(path)
-    with pytest.raises(UserError, match="one line"):
+    with pytest.raises(UserError, match="cannot be changed") as caught:
         edit_config(loaded, {"train.recompute": "on"})
-    assert path.read_text(encoding="utf-8") == "train: {epochs: 2}\n"
+    assert "add to the command: `--set train.recompute=on`" in str(caught.value)
+    assert path.read_text(encoding="utf-8") == text
     path.write_text(TEXT, encoding="utf-8")
     edit_config(load_config(path), {"train.recompute": "offload", "train.micro_batch_tokens": 512, "method.rank": 8})
     config = load_config(path).config
@@ -52,3 +54,37 @@ def test_without_a_file_the_settings_are_named():
     with pytest.raises(UserError) as error:
         edit_config(load_config(has_file=False), {"method.rank": 8})
     assert "--set method.rank=8" in (error.value.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "expected"),
+    [
+        (
+            "method: galore  # mine\nseed: 1\n",
+            {"method.kind": "lora"},
+            "method:  # mine\n  kind: lora\nseed: 1\n\ntrain:\n  optimizer: adamw\n",
+        ),
+        ("method: dora\n", {"method.quantize": "nf4"}, "method:\n  quantize: nf4\n  kind: dora\n"),
+        (
+            "method: {kind: full}\noptim: galore_adamw\n",
+            {"train.optimizer": "adamw8bit"},
+            "method: {kind: full}\n\ntrain:\n  optimizer: adamw8bit\n",
+        ),
+        (
+            "method: {kind: full, rank: 8}\n",
+            {"method.kind": "lora", "train.galore_8bit": True},
+            "method:\n  rank: 8\n  kind: lora\n\ntrain:\n  galore_8bit: true\n",
+        ),
+        (
+            "max_seq_length: 512\nseed: 1\n",
+            {"packing.context_length": 256},
+            "seed: 1\n\npacking:\n  context_length: 256\n",
+        ),
+    ],
+)
+def test_a_line_that_sets_the_key_in_another_form_is_replaced(text, changes, expected, tmp_path):
+    """`method: galore` was "written on one line", and a second name beside `optim` was refused."""
+    path = tmp_path / "tunewell.yaml"
+    path.write_text(text, encoding="utf-8")
+    edit_config(load_config(path), changes)
+    assert path.read_text(encoding="utf-8") == expected

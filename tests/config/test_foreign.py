@@ -296,3 +296,125 @@ def test_a_foreign_section_is_moved_not_renamed():
     """`training_params` was answered with `train.learning_rate`."""
     assert "move its keys to the top level" in refusal({"training_params": {"learning_rate": 8e-5}})
     assert "move its keys to the top level" in refusal({"dataset_config": {"packing": True}})
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"method": "galore", "optim": "adamw_8bit"}, ("`method.kind: galore`", "`optim`")),
+        ({"method": {"kind": "qlora"}, "load_in_8bit": True}, ("`method.kind: qlora`", "`load_in_8bit`")),
+        ({"finetuning_type": "lora", "method": "full"}, ("`finetuning_type`", "`method.kind`")),
+        ({"peft_type": "LORA", "method": "full"}, ("`peft_type`", "`method.kind`")),
+        ({"lora_target": "all", "target_modules": ["q_proj"]}, ("`lora_target`", "`method.targets`")),
+        ({"adapter": "lora", "use_lora": False}, ("`adapter`", "`use_lora`")),
+        ({"torch_dtype": "float16", "bf16": True}, ("`torch_dtype`", "`bf16`")),
+        ({"random_state": 1, "seed": 2}, ("`random_state`", "`seed`")),
+        ({"batch_size": 8, "per_device_train_batch_size": 2}, ("`batch_size`", "`per_device_train_batch_size`")),
+    ],
+)
+def test_two_names_with_different_values_are_refused_with_both(given, names):
+    """The last of them was taken, with a note that claimed the other."""
+    message = refusal(given)
+    assert all(name in message for name in names) and "verdict" not in message
+    assert "same setting" in message or "both set" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "sets", "key", "value"),
+    [
+        ({}, ["train.optimizer=adamw", "optim=galore_adamw", "method=full"], "train.optimizer", "galore"),
+        ({}, ["optim=adamw_8bit", "train.optimizer=adamw"], "train.optimizer", "adamw"),
+        ({"load_in_4bit": True}, ["load_in_8bit=true"], "method.quantize", "int8"),
+        ({"bf16": True}, ["fp16=true"], "train.precision", "fp16"),
+        ({}, ["method.kind=qlora", "load_in_8bit=true"], "method.quantize", "int8"),
+        ({}, ["load_in_8bit=true", "method.kind=qlora"], "method.quantize", "nf4"),
+        ({"packing": False}, ["packing=256"], "packing.context_length", 256),
+        ({"seed": 1}, ["random_state=2"], "seed", 2),
+    ],
+)
+def test_the_last_setting_of_the_command_line_wins_under_any_name(given, sets, key, value):
+    """`--set optim=...` lost against an earlier `--set train.optimizer=...`."""
+    found = load(given, *sets).config
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_notes_state_only_what_is_in_force():
+    """The note of `method: galore` claimed an optimizer that `--set` had replaced."""
+    assert load({"method": "galore"}, "train.optimizer=adamw").notes == (
+        "`method.kind: galore` is `method.kind: full`",
+    )
+    assert load({"optim": "paged_adamw_8bit"}, "train.optimizer=adamw").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ({"finetuning_type": "full"}, "method.kind", "full"),
+        ({"peft_type": "LORA"}, "method.kind", "lora"),
+        ({"lora_target": "q_proj,v_proj"}, "method.targets", ("q_proj", "v_proj")),
+        ({"lora_target": "all"}, "method.targets", "all-linear"),
+        ({"additional_target": "embed_tokens,lm_head"}, "method.modules_to_save", ("embed_tokens", "lm_head")),
+        ({"use_lora": True}, "method.kind", "lora"),
+        ({"use_lora": False}, "method.kind", "full"),
+        ({"use_qlora": True}, "method.quantize", "nf4"),
+        ({"use_dora": False, "use_peft": False, "dtype": None}, "method.kind", "lora"),
+        ({"dtype": "torch.bfloat16"}, "train.precision", "bf16"),
+        ({"random_state": 3407}, "seed", 3407),
+        ({"flash_attn": "fa2"}, "train.attention", "flash"),
+        ({"mask_history": True}, "template.learn_from", "last_response"),
+        ({"train_on_prompt": True}, "template.learn_from", "everything"),
+        ({"roles_to_train": ["assistant", "tool"]}, "template.learn_roles", ("assistant", "tool")),
+        ({"use_galore": True, "galore_rank": 64, "finetuning_type": "full"}, "train.galore_rank", 64),
+        ({"quantization_method": "bnb", "neat_packing": True, "resize_vocab": False}, "method.quantize", "none"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 0}, "train.warmup", 0.1),
+        ({"warmup_ratio": 0.0, "warmup_steps": 10}, "train.warmup", 10),
+        ({"warmup_ratio": 0.0, "warmup_steps": 0}, "train.warmup", 0),
+        ({"packing": "auto"}, "packing.context_length", "auto"),
+        ({"do_train": False, "do_eval": False, "do_predict": False}, "train.epochs", 3.0),
+    ],
+)
+def test_names_of_other_trainers_set_our_keys(given, key, value):
+    """Many got a guess that means something else, like `method.rslora` for `use_lora`."""
+    found = load(given).config
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"do_train": False}, "`tunewell train` always trains"),
+        ({"do_eval": False}, "`data.held_out: 0`"),
+        ({"loraplus_lr_ratio": 16}, "LoRA+"),
+        ({"new_special_tokens": "<a>"}, "`template.add_missing_tokens: true`"),
+        ({"adapter": "vera"}, "this adapter is not supported"),
+        ({"finetuning_type": "freeze"}, "`method.layers: [30, 31]`"),
+        ({"use_unsloth": True}, "leave it out"),
+        ({"train_on_eos": "last"}, "end token"),
+        ({"train": -1}, "`train.max_steps` to a whole number (at least 1)"),
+        ({"train": "3"}, "remove the quotes"),
+        ({"packing": "1024"}, "remove the quotes"),
+        ({"packing": "yes"}, "documents are always packed"),
+        ({"evaluate": "no"}, "with `data.held_out: 0`, there are none"),
+        ({"report_to": "all"}, "`track` must be a list of `tensorboard`"),
+        ({"track": ["all"]}, "`track[0]` must be `tensorboard`"),
+    ],
+)
+def test_what_cannot_be_meant_is_answered_with_what_can(given, said):
+    """`do_train: false` was "without effect", `train: -1` was answered with `train: {epochs: -1}`."""
+    message = refusal(given)
+    assert said in message and "did you mean" not in message and "{epochs" not in message
+
+
+def test_every_row_of_the_table_gives_a_valid_config_or_the_reason():
+    """A mistake in the table would be a crash, or a setting that does not exist."""
+    for name, row in foreign.table().items():
+        for own in row.get("to", {}).values():
+            assert own.keys() <= all_keys().keys(), name
+        assert row.get("key", "seed") in all_keys(), name
+        for value in (*row.get("same", []), None):
+            loaded = load({name: value})
+            assert any(f"`{name}`" in note for note in loaded.notes), name

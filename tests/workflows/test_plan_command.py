@@ -159,6 +159,33 @@ def test_apply_writes_a_config_that_fits(project: Path) -> None:
     assert "the run still does not fit" in few.stdout, few.stdout
 
 
+@pytest.mark.parametrize(
+    "method", ["method: galore", "method: {kind: full}\noptim: galore_adamw", "method:\n  kind: galore"]
+)
+def test_apply_writes_over_every_form_that_the_config_accepts(project: Path, method: str) -> None:
+    """`next:` recommended `--apply`, which answered "`method` is written on one line"."""
+    text = (project / "tunewell.yaml").read_text().replace("preset:tiny-1m", "preset:base-277m")
+    text = re.sub(r"(?m)^method:.*\n( .*\n)*", "", text)
+    (project / "tunewell.yaml").write_text(f"{text}{method}\ntrain: {{batch_tokens: 4096}}\ndevice: cpu\n")
+    line = ["plan", "--no-measure", "--ram", "1.5"]
+    assert "`--apply` writes" in run_command(*line, cwd=project).stdout
+    done = run_command(*line, "--apply", cwd=project)
+    assert done.returncode == 0 and "wrote `method.kind: lora`" in done.stdout, done.stderr
+    assert run_command(*line, cwd=project).returncode == 0
+
+
+def test_apply_is_not_promised_where_it_cannot_be_kept(project: Path) -> None:
+    """A mapping over several lines is not changed; the error names what to add to the command."""
+    text = (project / "tunewell.yaml").read_text().replace("preset:tiny-1m", "preset:base-277m")
+    text = re.sub(r"(?m)^method:.*\n( .*\n)*", "", text)
+    (project / "tunewell.yaml").write_text(f"{text}method: {{kind: full,\n  rank: 8}}\ndevice: cpu\n")
+    line = ["plan", "--no-measure", "--ram", "1.5"]
+    assert "--apply" not in run_command(*line, cwd=project).stdout
+    done = run_command(*line, "--apply", cwd=project)
+    assert "add to the command: `--set method.kind=lora" in done.stderr, done.stderr
+    assert run_command(*line, *re.findall(r"--set|[\w.]+=[\w.]+", done.stderr), cwd=project).returncode == 0
+
+
 def test_a_smaller_micro_batch_is_chosen_if_the_constant_does_not_fit(project: Path) -> None:
     """`auto` must not plan what runs out of memory, if half of it would do."""
     sets = ["model=preset:base-277m", "method.kind=lora", "train.batch_documents=null", "train.batch_tokens=2048"]

@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.keys import format_key
+from tunewell.config.keys import all_keys, format_key, plain
 from tunewell.config.load import LoadedConfig, load_config
 from tunewell.config.yaml_reader import read_yaml
 from tunewell.core.errors import UserError
@@ -17,23 +17,58 @@ _LINE = re.compile(r"^(\s*[\w-]+:)(?:\s+[^#\s][^#]*?)?(\s+#.*)?$")
 
 def edit_config(loaded: LoadedConfig, changes: Mapping[str, Any]) -> Path:
     """Write dotted keys into the config file, and return its path. Raise UserError if that is not possible."""
-    sets = " ".join(f"--set {key}={as_scalar(value)}" for key, value in changes.items())
-    if loaded.file is None:
-        raise UserError("there is no config file to change", fix=f"add to the command: `{sets}`")
-    before = read_text(loaded.file)
-    text = before
-    for key, value in changes.items():
-        text = set_key(text, key, value)
+    text = edited_text(loaded, changes)
+    if loaded.file is None or text is None:
+        what = "the config file cannot be changed automatically" if loaded.file else "there is no config file to change"
+        sets = " ".join(f"--set {key}={as_scalar(value)}" for key, value in changes.items())
+        raise UserError(what, where=str(loaded.file or ""), fix=f"add to the command: `{sets}`")
     write_atomic(loaded.file, text)
-    try:
-        again = load_config(loaded.file).config
-        is_written = all(_value(again, key) == value for key, value in changes.items())
-    except UserError:
-        is_written = False
-    if not is_written:
-        write_atomic(loaded.file, before)
-        raise UserError("the config file cannot be changed automatically", where=str(loaded.file), fix=f"set `{sets}`")
     return loaded.file
+
+
+def edited_text(loaded: LoadedConfig, changes: Mapping[str, Any]) -> str | None:
+    """Return the text of the config file with the changes and all else equal, or None if that is not possible."""
+    if loaded.file is None:
+        return None
+    try:
+        before = read_text(loaded.file)
+        expected = load_config(loaded.file, [f"{key}={json.dumps(value)}" for key, value in changes.items()]).config
+        text, keys = _make_room(before, load_config(loaded.file), changes)
+        for key in keys:
+            text = set_key(text, key, _value(expected, key))
+        return text if load_config(loaded.file, text=text).config == expected else None
+    except UserError:
+        return None
+
+
+def _make_room(text: str, own: LoadedConfig, changes: Iterable[str]) -> tuple[str, list[str]]:
+    """Remove lines that set the changed keys in another form (`method: galore`, `optim: adamw`).
+
+    Return the text, and the keys to set: those that are changed, and all that these lines set.
+    """
+    lines, written = text.splitlines(), {format_key(path): at for path, at in read_yaml(text, "config").lines.items()}
+    moved: set[int] = set()
+    for key in changes:
+        section, _, last = key.rpartition(".")
+        origin = own.origins.get(key, "")
+        at = int(origin.rpartition(" line ")[2]) if " line " in origin else None
+        if at and (written.get(key) != at or not re.match(rf"\s*{last}:", lines[at - 1])):
+            moved.add(at)
+        if (at := written.get(section)) and not re.match(rf"\s*{section.rpartition('.')[2]}:\s*(#.*)?$", lines[at - 1]):
+            moved.add(at)
+    origins = {f"{own.file} line {at}" for at in moved}
+    kept = [key for key, origin in own.origins.items() if origin in origins and _is_value(key)]
+    for at in sorted(moved, reverse=True):
+        name = lines[at - 1].partition(":")[0]
+        comment = matched[2] or "" if (matched := _LINE.match(lines[at - 1])) else ""
+        is_section = name in all_keys() and all_keys()[name].is_section
+        indent = " " * (len(name) - len(name.lstrip()))
+        lines[at - 1 : at] = [f"{name}:{comment}"] if is_section else [indent + comment.strip()] if comment else []
+    return "\n".join(lines) + "\n", list(dict.fromkeys([*kept, *changes]))
+
+
+def _is_value(key: str) -> bool:
+    return key in all_keys() and not all_keys()[key].is_section
 
 
 def set_key(text: str, key: str, value: Any, *, comment: str | None = None) -> str:
@@ -77,4 +112,4 @@ def as_scalar(value: Any) -> str:
 def _value(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part)
-    return config
+    return plain(config)

@@ -1,9 +1,16 @@
 """Settings of other trainers that are not aliases: converted to tunewell's keys, or refused with the reason.
 
 The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
-only if a config has a key that tunewell does not know, or a training method of another tool. `foreign.json` lists the
-names without an equivalent key: the values with which tunewell does the same (`same`; `null` always is one), and what
-to write instead of any other value; and the names of optimizers.
+only if a config has a key that tunewell does not know, or a training method of another tool. `foreign.json` has a row
+for each name:
+
+same         values without effect here; `null` always is one
+unset_beside a name beside which `false` is a default, as in a dump of all settings
+to           value -> the settings of tunewell with the same meaning
+key          the key of tunewell that takes any other value; with `is_list`, also from a text like `a,b`
+is_method    the value is a name in `method_names.json`
+is_computed  the value is translated by a function below
+instead      what to write instead of any other value
 """
 
 import json
@@ -11,6 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +35,18 @@ _NUM_NAMED = 8
 class Translation:
     """The result of `translate`."""
 
-    values: dict[str, tuple[Any, str]] = field(default_factory=dict[str, tuple[Any, str]])
-    """Key of tunewell -> its value, and the foreign name that it comes from."""
+    settings: list[tuple[str, Any, tuple[str, ...]]] = field(default_factory=list[tuple[str, Any, tuple[str, ...]]])
+    """Key of tunewell, its value, and the foreign names that it comes from. Several entries may set one key."""
     refused: dict[str, str] = field(default_factory=dict[str, str])
     """Foreign name -> the reason and tunewell's equivalent."""
     used: set[str] = field(default_factory=set[str])
     """All foreign names that were recognised."""
-    notes: list[str] = field(default_factory=list[str])
-    """What differs from the other trainer, for the user."""
+    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
+    """What differs from the other trainer, and the settings for which this is true. `{}` stands for those in force."""
 
     def set(self, key: str, value: Any, *names: str) -> None:
         """Set a key of tunewell from foreign names."""
-        self.values[key] = (value, names[0])
+        self.settings.append((key, value, names))
         self.used.update(names)
 
     def refuse(self, name: str, reason: str) -> None:
@@ -50,102 +58,116 @@ class Translation:
 def translate(found: Mapping[str, Any]) -> Translation:
     """Translate the foreign names among unknown keys; keys that are not recognised are left out."""
     result = Translation()
-    _translate_method(found, result)
-    _translate_batch(found, result)
-    _translate_precision(found, result)
-    _translate_choices(found, result)
+    given = {name: value for name, value in found.items() if value is not None}
     unchanged: list[str] = []
-    for name in [name for name in found if name in table() and name not in result.used]:
-        if found[name] is None or found[name] in table()[name].get("same", ()):
-            unchanged.append(f"`{name}`")
-            result.used.add(name)
-        else:
-            result.refuse(name, table()[name].get("instead", _NO_EQUIVALENT))
+    for name in [name for name in found if name in table()]:
+        _translate_row(name, given, result, unchanged)
+    _translate_method("kind", found.get("kind"), result)
+    _translate_batch(given, result)
+    _translate_precision(given, result)
+    _translate_optimizer(given, result)
+    if any(setting[:2] == ("method.kind", "dora") for setting in result.settings):  # `use_dora` refines LoRA
+        result.settings = [setting for setting in result.settings if setting[:2] != ("method.kind", "lora")]
     if unchanged:
         more = f" and {len(unchanged) - _NUM_NAMED} more" if len(unchanged) > _NUM_NAMED else ""
-        result.notes.append(
-            f"ignored, because they change nothing in tunewell: {', '.join(unchanged[:_NUM_NAMED])}{more}"
-        )
+        text = f"ignored, because they change nothing in tunewell: {', '.join(unchanged[:_NUM_NAMED])}{more}"
+        result.notes.append((text, {}))
     return result
 
 
-def _translate_method(found: Mapping[str, Any], result: Translation) -> None:
-    """Translate a `method.kind` of another tool: `qlora` is LoRA on a base model in 4 bits."""
+def _translate_row(name: str, given: Mapping[str, Any], result: Translation, unchanged: list[str]) -> None:
+    """Translate a name by its row in the table."""
+    row, value = table()[name], given.get(name)
+    if value is None or value in row.get("same", ()) or (value is False and row.get("unset_beside") in given):
+        unchanged.append(f"`{name}`")
+        result.used.add(name)
+    elif own := row.get("to", {}).get(value.lower() if isinstance(value, str) else json.dumps(value)):
+        for key, meant in own.items():
+            result.set(key, meant, name)
+    elif "key" in row:
+        if row.get("is_list") and isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        result.set(row["key"], value, name)
+    elif not ("is_method" in row and _translate_method(name, value, result)) and not row.get("is_computed"):
+        result.refuse(name, row.get("instead", _NO_EQUIVALENT))
+
+
+def _translate_method(name: str, given: Any, result: Translation) -> bool:
+    """Translate a method of another tool: `qlora` is LoRA on a base model in 4 bits. Return False if it is unknown."""
     raw = json.loads(Path(__file__).with_name("method_names.json").read_text(encoding="utf-8"))
-    given = found.get("kind")
     own = raw["names"].get(re.sub(r"[\s_-]", "", str(given).lower()), {})
     if isinstance(own, str):
-        return result.refuse("kind", own)
-    for key, value in own.items():
-        result.set(key, value, "kind")
-    if own:
-        settings = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in own.items()).replace('"', "")
-        result.notes.append(f"`method.kind: {given}` is {settings}")
+        result.refuse(name, own)
+    else:
+        for key, value in own.items():
+            result.set(key, value, name)
+        if own and name == "kind":
+            result.notes.append((f"`method.kind: {given}` is {{}}", own))
+    return bool(own)
 
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """Return the names without an equivalent key: values that change nothing in tunewell, and what to write instead."""
+    """Return the names of `foreign.json`."""
     return json.loads((Path(__file__).parent / "foreign.json").read_text(encoding="utf-8"))
 
 
 def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:
     """A step of other trainers has (documents per forward pass) x (accumulation steps) documents on each device."""
-    size = next((name for name in _BATCH if name in found), None)
-    if size is None and _ACCUMULATION in found:
-        result.refuse(
-            _ACCUMULATION,
-            "write `train.batch_documents`, the number of documents in a whole step; micro-batches follow from "
-            "`train.micro_batch_tokens`",
-        )
-    if size is None:
-        return
-    names = [size, *([_ACCUMULATION] if _ACCUMULATION in found else [])]
+    sizes = [name for name in _BATCH if name in found]
+    names = [*sizes, *([_ACCUMULATION] if _ACCUMULATION in found else [])]
     factors = [found[name] for name in names]
-    if not all(type(factor) is int and factor > 0 for factor in factors):
-        result.refuse(size, "write `train.batch_documents`, the number of documents in a whole step")
+    if len(sizes) == 1 and all(type(factor) is int and factor > 0 for factor in factors):
+        result.set("train.batch_documents", prod(factors), *names)
+    elif names:
+        others = f" ({' and '.join(f'`{name}`' for name in sizes)} are the same setting)" if len(sizes) > 1 else ""
+        result.refuse(
+            names[0],
+            f"write `train.batch_documents`, the number of documents in a whole step{others}; micro-batches follow "
+            "from `train.micro_batch_tokens`",
+        )
         result.used.update(names)
-        return
-    result.set("train.batch_documents", factors[0] * (factors[1] if len(factors) > 1 else 1), *names)
 
 
 def _translate_precision(found: Mapping[str, Any], result: Translation) -> None:
     names = [name for name in ("bf16", "fp16") if name in found]
-    enabled = [name for name in names if found[name] is True]
-    if not names:
-        return
-    if len(enabled) > 1 or any(found[name] not in (True, False, None, "auto") for name in names):
-        result.refuse(names[0], "write `train.precision`: `bf16`, `fp16`, `fp32` or `auto`")
-        result.used.update(names)
-        return
-    is_off = all(found[name] is False for name in names)
-    result.set("train.precision", enabled[0] if enabled else "fp32" if is_off else "auto", *names)
+    for name in names:
+        if found[name] not in (True, False, "auto"):
+            result.refuse(name, table()[name]["instead"])
+        elif found[name] is True:
+            result.set("train.precision", name, name)
+    if names and not result.used.intersection(names):
+        is_off = all(found[name] is False for name in names)
+        result.set("train.precision", "fp32" if is_off else "auto", *names)
+    result.used.update(names)
 
 
 def _translate_optimizer(found: Mapping[str, Any], result: Translation) -> None:
     """Translate transformers' names of optimizers. Nothing is paged here: paged states spill to the host unseen."""
-    key = "optim" if "optim" in found else "optimizer"
-    given = found.get(key)
-    name = given if isinstance(given, str) else ""
-    own = table()["optim"]["names"].get(name, name)
-    if own in OPTIMIZERS.names():
+    for key in [key for key in ("optim", "optimizer") if key in found]:
+        name = found[key] if isinstance(found[key], str) else ""
+        own = table()["optim"]["names"].get(name, name)
+        if own not in OPTIMIZERS.names():
+            known = ", ".join(f"`{own}`" for own in OPTIMIZERS.names())
+            result.refuse(key, f"{found[key]!r} is not supported; write `train.optimizer` with one of {known}")
+            continue
         result.set("train.optimizer", own, key)
-    elif key in found:
-        known = ", ".join(f"`{own}`" for own in OPTIMIZERS.names())
-        result.refuse(key, f"{given!r} is not supported; write `train.optimizer` with one of {known}")
-    if own == "galore":
-        if "8bit" in name:
+        if own == "galore" and "8bit" in name:
             result.set("train.galore_8bit", True, key)
+        if name.startswith("paged"):
+            text = f"`{key}: {name}`: the optimizer states stay on the device; nothing is paged"
+            result.notes.append((text, {"train.optimizer": own}))
+    if any(setting[:2] == ("train.optimizer", "galore") for setting in result.settings):
         _translate_galore(found, result)
-    if name != own and name.startswith("paged"):
-        result.notes.append(f"`{key}: {name}`: the optimizer states stay on the device; nothing is paged")
 
 
 def _translate_galore(found: Mapping[str, Any], result: Translation) -> None:
     """Translate `optim_args: "rank=64, update_proj_gap=100, scale=0.1"`, and drop the list of target modules."""
+    for name in ("optim_target_modules", "optim_args"):
+        result.refused.pop(name, None)
     if "optim_target_modules" in found:
-        result.used.add("optim_target_modules")
-        result.notes.append("`optim_target_modules` is not used: GaLore projects all matrices of the decoder layers")
+        text = "`optim_target_modules` is not used: GaLore projects all matrices of the decoder layers"
+        result.notes.append((text, {"train.optimizer": "galore"}))
     if "optim_args" not in found:
         return
     pairs = dict(pair.split("=", 1) for pair in str(found["optim_args"]).replace(" ", "").split(",") if "=" in pair)
@@ -156,32 +178,5 @@ def _translate_galore(found: Mapping[str, Any], result: Translation) -> None:
     except ValueError:
         result.refuse("optim_args", "write `train.galore_rank`, `train.galore_every` and `train.galore_scale`")
         return
-    result.used.add("optim_args")
     for key, value in values.items():
         result.set(f"train.{key}", value if key == "galore_scale" else int(value), "optim_args")
-
-
-def _translate_choices(found: Mapping[str, Any], result: Translation) -> None:
-    _translate_optimizer(found, result)
-    is_4bit = found.get("load_in_4bit") is True or found.get("adapter") == "qlora"
-    for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
-        if found.get(name) is True and not (kind == "int8" and is_4bit):
-            result.set("method.quantize", kind, name)
-    adapter = found.get("adapter", found.get("use_peft"))
-    name = "adapter" if "adapter" in found else "use_peft"
-    if adapter in ("lora", "qlora", True):
-        result.set("method.kind", "lora", name)
-    if adapter == "qlora":
-        result.set("method.quantize", "nf4", name)
-    if found.get("use_dora", found.get("peft_use_dora")) is True or adapter == "dora":
-        result.set("method.kind", "dora", *(key for key in ("use_dora", "peft_use_dora", "adapter") if key in found))
-    for name in ("attn_implementation", "flash_attention"):
-        if name in found:
-            kernels = {"sdpa": "sdpa", "flash_attention_2": "flash", True: "flash"}
-            kernel = kernels.get(found[name]) if isinstance(found[name], str | bool) else None
-            if kernel is None:
-                result.refuse(name, "write `train.attention`: `auto`, `sdpa` or `flash`")
-            else:
-                result.set("train.attention", kernel, name)
-    if isinstance(compiled := found.get("torch_compile"), bool):
-        result.set("train.compile", "on" if compiled else "off", "torch_compile")

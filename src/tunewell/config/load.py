@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -204,12 +205,13 @@ def load_config(
     out: str | Path | None = None,
     seed: int | None = None,
     has_file: bool = True,
+    text: str | None = None,
 ) -> LoadedConfig:
     """Load `path`, or `tunewell.yaml` in the current folder if it exists, and apply flags and `--set`.
 
-    A mapping is treated like a file in the current folder. If `has_file` is False, no file is read. The last `--set` of
-    a key takes precedence. Paths in the file are relative to the file, other paths to the current folder. Raises
-    UserError with all problems.
+    A mapping is treated like a file in the current folder. If `has_file` is False, no file is read. With `text`, it is
+    read in place of that of the file. The last `--set` of a key takes precedence. Paths in the file are relative to the
+    file, other paths to the current folder. Raises UserError with all problems.
     """
     file = _find(path) if has_file and not isinstance(path, Mapping) else None
     draft = _Draft(base=file.parent if file else Path())
@@ -218,7 +220,7 @@ def load_config(
         _expand(draft)
         _rename_aliases(draft)
     elif file:
-        _read_file(draft, file)
+        _read_file(draft, file, text)
     flags = {"model": model, "data": data, "out": out, "seed": seed}
     for flag, value in flags.items():
         if value is not None and value != () and value != []:
@@ -301,10 +303,10 @@ def _is_our_config(file: Path) -> bool:
     )
 
 
-def _read_file(draft: _Draft, file: Path) -> None:
+def _read_file(draft: _Draft, file: Path, instead: str | None) -> None:
     try:
         with open_file(file) as opened:
-            raw = opened.read(MAX_BYTES + 1)
+            raw = opened.read(MAX_BYTES + 1) if instead is None else instead.encode()
         if len(raw) > MAX_BYTES:
             raise UserError(f"the config has over {count(MAX_BYTES)} bytes; usually it has hundreds", where=str(file))
         text = raw.decode("utf-8-sig")
@@ -341,6 +343,11 @@ def _rename_aliases(draft: _Draft) -> None:
             if _section(draft.tree, alias[:-1]).get(alias[-1], 0) in _NOT_SET:
                 del _section(draft.tree, alias[:-1])[alias[-1]]
         found = [key_path for key_path in dict.fromkeys(paths) if key_path[-1] in _section(draft.tree, key_path[:-1])]
+        for key_path in [path for path in found if path != ours]:  # `warmup_steps: 0` beside `warmup_ratio`
+            others = [path for path in found if path not in (ours, key_path)]
+            if others and json.dumps(_section(draft.tree, key_path[:-1])[key_path[-1]]) in ("0", "0.0"):
+                del _section(draft.tree, key_path[:-1])[key_path[-1]]
+                found.remove(key_path)
         if len(found) > 1:
             names = " and ".join(f"`{format_key(key_path)}` ({draft.origin(key_path)})" for key_path in found)
             draft.problems.append(Problem(f"{names} are the same key", draft.origin(found[-1]), f"keep `{key}`"))
@@ -360,28 +367,47 @@ def _translate_foreign(draft: _Draft) -> None:
         unknown["kind"] = ("method", "kind")
     if not unknown:
         return
-    from tunewell.config.foreign import translate  # only for configs with unknown keys
+    from tunewell.config.foreign import table, translate  # only for configs with unknown keys
 
     given = {name: _section(draft.tree, path[:-1])[path[-1]] for name, path in unknown.items()}
     found = translate(given)
-    draft.notes += found.notes
     shown = {name: f"`{name}`" for name in unknown} | {"kind": f"`method.kind: {given.get('kind')}`"}
+    ranks = _ranks(draft)
     for name in found.used:
         del _section(draft.tree, unknown[name][:-1])[unknown[name][-1]]
     for name, reason in found.refused.items():
         what = f"{shown[name]} is not a tunewell setting"
         draft.problems.append(Problem(what, draft.origin(unknown[name]), reason))
-    for key, (value, name) in found.values.items():
-        ours, origin = tuple(key.split(".")), draft.origin(unknown[name])
-        is_set = _section(draft.tree, ours[:-1]).get(ours[-1], value) != value
-        is_kept = is_set and draft.origin(ours).startswith("--set")
-        if is_set and not is_kept and not origin.startswith("--set"):
-            both = f"{shown[name]} ({origin}) and `{key}` ({draft.origin(ours)}) are the same setting"
-            fix = f"remove `{key}`" if name == "kind" else f"keep `{key}`"
-            draft.problems.append(Problem(both, origin, fix))
-        elif not is_kept:
+    for key in dict.fromkeys(key for key, _, _ in found.settings):
+        ours = tuple(key.split("."))
+        own = _section(draft.tree, ours[:-1])
+        claims = [(draft.origin(ours), own[ours[-1]], key)] if ours[-1] in own else []
+        for name_of, value, names in found.settings:
+            if name_of == key:
+                origin = max((draft.origin(unknown[name]) for name in names), key=lambda text: ranks.get(text, 0))
+                claims.append((origin, value, names[0]))
+        claims.sort(key=lambda claim: (claim[0].startswith("--"), ranks.get(claim[0], 0)))  # the last one wins
+        origin, value, name = claims[-1]
+        others = [claim for claim in claims if claim[1] != value and not origin.startswith("--")]
+        if others:
+            both = " and ".join(f"{shown.get(own, f'`{own}`')} ({at})" for at, _, own in (others[-1], claims[-1]))
+            what = f"{both} are the same setting"
+            if key in (name, others[-1][2]):
+                fix = f"remove `{key}`" if "kind" in (name, others[-1][2]) else f"keep `{key}`"
+            else:
+                what = f"{both} both set `{key}`, to {_shown(others[-1][1])} and {_shown(value)}"
+                fixes = (table().get(own, {}).get("instead", "") for _, _, own in claims)
+                fix = next((fix for fix in fixes if f"`{key}" in fix), "keep one of them")
+            draft.problems.append(Problem(what, origin, fix))
+        else:
             set_value(draft.tree, ours, value)
             draft.origins[ours] = origin
+    for text, wanted in found.notes:
+        keys = {key: tuple(key.split(".")) for key in wanted}
+        forced = [key for key, path in keys.items() if _section(draft.tree, path[:-1]).get(path[-1]) == wanted[key]]
+        settings = ", ".join(f"`{key}: {json.dumps(wanted[key])}`" for key in forced).replace('"', "")
+        if forced or not wanted:
+            draft.notes.append(text.replace("{}", settings))
 
 
 def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
@@ -392,18 +418,35 @@ def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
 
 def _meanings(section: type[Section], value: object) -> list[str]:
     """Return the keys that a value in place of a section can mean: `kind` for `method: lora`."""
-    return [name for name, types in section.single.items() if type(value) in types]
+    return (
+        [] if _is_switch(section, value) else [name for name, types in section.single.items() if type(value) in types]
+    )
+
+
+def _is_switch(section: type[Section], value: object) -> bool:
+    return bool(section.switch) and str(value).lower() in ("true", "false", "yes", "no", "on", "off")
 
 
 def _not_a_section(key: Key, section: type[Section], value: object, where: str) -> Problem:
     """Return the problem of a value in place of a section."""
-    if isinstance(value, bool) and section.switch:
+    fix = f"its keys are {', '.join(child.rpartition('.')[2] for child in key.children)}"
+    if _is_switch(section, value):
         fix = section.switch
+    elif isinstance(value, str) and _meanings(section, parse_scalar(value)):
+        fix = "remove the quotes"
     elif meanings := _meanings(section, value):
-        fix = f"write {' or '.join(f'`{key.name}: {{{name}: {value}}}`' for name in meanings)}"
-    else:
-        fix = f"its keys are {', '.join(child.rpartition('.')[2] for child in key.children)}"
+        valid = [name for name in meanings if _is_valid(section, {name: value})]
+        fix = f"write {' or '.join(f'`{key.name}: {{{name}: {value}}}`' for name in valid)}"
+        if not valid:
+            takes = (f"`{key.name}.{name}` to {all_keys()[f'{key.name}.{name}'].takes}" for name in meanings)
+            fix = f"set {'; or '.join(takes)}"
     return Problem(f"`{key.name}` is a section, not {_shown(value)}", where, fix)
+
+
+def _is_valid(section: type[Section], values: dict[str, object]) -> bool:
+    with suppress(ValidationError):
+        return bool(section.model_validate(values))
+    return False
 
 
 def _expand(draft: _Draft) -> None:
@@ -419,6 +462,7 @@ def _expand(draft: _Draft) -> None:
         del group[key_path[-1]]
         if len(meanings := _meanings(key.section, value)) == 1:
             group[key_path[-1]] = {meanings[0]: value}
+            draft.origins[(*key_path, meanings[0])] = draft.origin(key_path)
         elif value is not None:
             draft.problems.append(_not_a_section(key, key.section, value, draft.origin(key_path)))
     data = _section(draft.tree, ("data",))
@@ -436,6 +480,8 @@ def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
         key_path = (*key_path, meanings[0])
     if key_path == ("data", "sources"):
         value = as_sources(value)
+    sections = tuple(f"`{format_key(key_path[:length])}` is a section" for length in range(1, len(key_path) + 1))
+    draft.problems = [problem for problem in draft.problems if not problem.what.startswith(sections)]
     try:
         set_value(draft.tree, key_path, rebase_paths(draft.base, dotted_name(key_path), value))
     except UserError as error:
@@ -449,14 +495,22 @@ def _problems(error: ValidationError, draft: _Draft) -> list[Problem]:
     found: dict[KeyPath, Problem] = {}
     for detail in error.errors(include_url=False):
         key_path = _known_part(detail["loc"], is_unknown=detail["type"] == "extra_forbidden")
+        if isinstance(key_path[-1], int) and isinstance(_section(draft.tree, key_path[:-2])[key_path[-2]], str):
+            key_path = key_path[:-1]  # `report_to: all` is read as a list with one entry
         found.setdefault(key_path, _problem(key_path, detail, draft.origin(key_path)))
     return list(found.values())
 
 
-def _in_file_order(problems: list[Problem], draft: _Draft) -> list[Problem]:
+def _ranks(draft: _Draft) -> dict[str, int]:
+    """Return the position of each origin: in the file, then on the command line."""
     ranks: dict[str, int] = {}
     for rank, origin in enumerate(draft.origins.values()):
         ranks.setdefault(origin, rank)
+    return ranks
+
+
+def _in_file_order(problems: list[Problem], draft: _Draft) -> list[Problem]:
+    ranks = _ranks(draft)
     return sorted(problems, key=lambda problem: ranks.get(problem.where, 0))
 
 
@@ -487,8 +541,9 @@ def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
     value = detail["input"]
     key = all_keys()[dotted_name(key_path)]
     is_quoted_number = isinstance(value, str) and isinstance(parse_scalar(value), int | float)
+    takes = key.takes.removeprefix("a list of ") if isinstance(key_path[-1], int) else key.takes
     return Problem(
-        f"`{name}` must be {key.takes}, not {_shown(value)}", where, "remove the quotes" if is_quoted_number else None
+        f"`{name}` must be {takes}, not {_shown(value)}", where, "remove the quotes" if is_quoted_number else None
     )
 
 

@@ -43,7 +43,7 @@ class Storage(Section):
 class Evaluate(Section):
     """Evaluation on held-out rows during training."""
 
-    single = {"every_steps": (int,), "max_documents": (int,)}  # noqa: RUF012
+    single = {"every_steps": (int, str), "max_documents": (int,)}  # noqa: RUF012
     switch = "leave it out: held-out rows are always evaluated; with `data.held_out: 0`, there are none"
     every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Steps between two evaluations. `auto`: ten evaluations per run. The last step is always evaluated."""
@@ -60,7 +60,7 @@ class Evaluate(Section):
 class Checkpoints(Section):
     """Checkpoints: how often they are saved, and how many are kept."""
 
-    single = {"every_steps": (int,), "keep": (int,)}  # noqa: RUF012
+    single = {"every_steps": (int, str), "keep": (int,)}  # noqa: RUF012
     switch = "leave it out: checkpoints are always written"
     every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Steps between two checkpoints. `auto`: at every evaluation, and at least every 10 steps."""

@@ -284,7 +284,7 @@ class Template(Section):
 class Packing(Section):
     """Packing: how documents are combined into sequences of equal length."""
 
-    single = {"context_length": (int,)}  # noqa: RUF012
+    single = {"context_length": (int, str)}  # noqa: RUF012
     switch = "leave it out: documents are always packed, and never attend to each other"
     context_length: Annotated[Int, Field(ge=2, le=1 << 24)] | Auto = "auto"
     """Tokens per packed sequence. `auto`: the length of the longest document, rounded up to a multiple of 128, at least

@@ -164,7 +164,7 @@ class Training:
         status = "failed"
         try:
             with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
-                ending = take_steps(run, handle_signals=options.owns_process, pause_at=options.pause_step(run.plan))
+                ending = take_steps(run, handle_signals=options.owns_process)
             status = ending.status
             return ending
         finally:

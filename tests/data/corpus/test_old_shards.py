@@ -19,6 +19,7 @@ from tunewell.workflows.prepare import prepare
 LENGTH = 512
 ROWS = [row(number) for number in range(60)]
 HELD_OUT = "data.held_out=0.0"
+END = "<|endoftext|>"
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,44 @@ def test_masks_that_are_there_are_kept(model, tmp_path):
     assert [ids for ids, _ in stored] == [ids for ids, _ in text]
     for (_, own), (_, other) in zip(stored, text, strict=True):
         assert own.count(-100) <= other.count(-100) < len(own)
+
+
+@pytest.mark.parametrize("size", [7, 1024])
+def test_one_conversation_without_a_mask_leaves_the_others_masks(size, model, tmp_path, monkeypatch):
+    """It replaced the stored masks of its whole block of 1,024 conversations, so the block size decided."""
+    monkeypatch.setattr("tunewell.data.corpus.old_shards._BLOCK_DOCUMENTS", size)
+    shards = write_packed(tmp_path / "shards", model, masked=True)
+    for number, shard in enumerate(sorted((shards / "train").glob("*.jsonl"))):
+        packed = [json.loads(line) for line in shard.read_text().splitlines()]
+        start = packed[0]["labels"].index(-100)  # one token less in every other mask, which no template gives
+        for entry in packed:
+            last = next(at for at in range(start, LENGTH) if entry["labels"][at] != -100)
+            entry["labels"][last] = -100
+        if number == 0:
+            end = packed[0]["input_ids"].index(Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(END))
+            packed[0]["labels"][:end] = packed[0]["input_ids"][:end]
+        write_rows(shard, packed)
+    converted = prepare_in(tmp_path / "old", model, shards, HELD_OUT)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    text = labels_of(prepare_in(tmp_path / "text", model, rows, HELD_OUT).corpus)
+    stored = labels_of(converted.corpus)
+    changed = [own for own, other in zip(stored, text, strict=True) if own != other]
+    assert [ids for ids, _ in stored] == [ids for ids, _ in text]
+    assert stored[0] == text[0] and len(changed) > 1
+    assert converted.manifest.notes["masks_as_stored"] == len(ROWS) - 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "z.jsonl"])
+def test_a_folder_with_packed_rows_and_rows_of_text_is_read_by_file(name, model, tmp_path):
+    """The first file decided for all: the others lost their rows or were refused."""
+    shards = write_packed(tmp_path / "shards", model, ROWS[:40])
+    (shards / "manifest.json").unlink()
+    write_rows(shards / "train" / name, ROWS[40:])
+    converted = prepare_in(tmp_path / "old", model, shards, HELD_OUT)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    expected = labels_of(prepare_in(tmp_path / "text", model, rows, HELD_OUT).corpus)
+    assert sorted(labels_of(converted.corpus)) == sorted(expected)
+    assert converted.manifest.notes["converted_from_shards"] == 40
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,11 @@ def command(
         emit(json_text(result.as_json()))
     else:
         from tunewell.cli.screens.plan import plan_screen
+        from tunewell.config.edit import edited_text
 
+        can_apply = result.chosen is not None and edited_text(loaded, result.chosen.changes) is not None
         train = train_command(config, model=model, data=data or (), sets=set_ or (), offline=offline)
-        emit(plan_screen(result, train=train))
+        emit(plan_screen(result, train=train, can_apply=can_apply))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
@@ -97,7 +99,7 @@ def _checked(run: str, *, json: bool) -> str:
 
 def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *, json: bool) -> str:
     """Write a change of the ladder into the config, and return what was written."""
-    from tunewell.config.edit import edit_config
+    from tunewell.config.edit import as_scalar, edit_config
     from tunewell.core.errors import UserError
 
     if not result.exit_code:
@@ -110,7 +112,7 @@ def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *
     path = edit_config(loaded, chosen.changes)
     if json:
         return json_text({"fits": chosen.prediction.fits, "changes": chosen.changes, "config": str(path)})
-    written = ", ".join(f"`{key}: {value}`" for key, value in chosen.changes.items())
+    written = ", ".join(f"`{key}: {as_scalar(value)}`" for key, value in chosen.changes.items())
     lines = [hanging("wrote ", f"{written} into `{path}`")]
     if not chosen.prediction.fits:
         lines += [hanging("note: ", "the run still does not fit"), hanging("next: ", "`tunewell plan`")]

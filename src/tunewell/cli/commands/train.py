@@ -71,8 +71,12 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Train the model and test it (prepares the data first if needed)."""
+    from tunewell.records.plan import PLAN
     from tunewell.runs.supervisor import can_supervise
 
+    if rows is not None and (Path(rows) / PLAN).is_file():
+        fix = f"`tunewell train --out {shlex.quote(rows)} --resume`"
+        raise UserError(f"`{rows}` is a run, and no rows", fix=f"to resume it: {fix}")
     if rows is not None:
         _write_first_config(rows, model, config, data, sets=set_ or (), can_ask=worker is None and not json)
 
@@ -90,7 +94,6 @@ def command(
     if worker is None and not no_supervisor and not rehearse and can_supervise():
         raise typer.Exit(_supervise(load, context.obj))
     from tunewell.cli.screens.training import shown_training
-    from tunewell.records.plan import PLAN
     from tunewell.runs.config import RunOptions, ended_before, exit_code_of, require_inputs
 
     loaded = load()

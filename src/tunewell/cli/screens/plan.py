@@ -29,7 +29,7 @@ _CHOICES = {
 }
 
 
-def plan_screen(result: "PlanResult", *, train: str = "tunewell train") -> str:
+def plan_screen(result: "PlanResult", *, train: str = "tunewell train", can_apply: bool = True) -> str:
     """Return the screen of a plan."""
     if result.cards:
         lines = [cards_table(result), *_cards_ladders(result)]
@@ -41,7 +41,7 @@ def plan_screen(result: "PlanResult", *, train: str = "tunewell train") -> str:
         lines += ["", hanging("train at all?  ", f"{_CHOICES[advice.choice]}: {advice.because}")]
         lines += [hanging("  - ", option) for option in (advice.options if advice.choice != "train" else [])]
     lines += [hanging("note: ", note) for note in result.notes]
-    lines.append(hanging("next: ", _next(result, train)))
+    lines.append(hanging("next: ", _next(result, train, can_apply=can_apply)))
     return "\n".join(lines)
 
 
@@ -174,13 +174,14 @@ def cards_table(result: "PlanResult") -> str:
     return table(rows)
 
 
-def _next(result: "PlanResult", train: str) -> str:
+def _next(result: "PlanResult", train: str, *, can_apply: bool) -> str:
     where = f"on {result.card.label}: " if result.card else ""
     if not result.exit_code:
         return f"{where}`{train}`"
     if chosen := result.chosen:
         sets = "".join(f" --set {shlex.quote(own)}" for own in chosen.sets)
-        return f"{where}`{train}{sets}`; `--apply` writes the change into the config"
+        apply = "; `--apply` writes the change into the config" if can_apply else ""
+        return f"{where}`{train}{sets}`{apply}"
     larger = "; or train on a larger GPU: `tunewell notebook`" if result.fitting_cards else ""
     return f"choose a smaller model: `tunewell models`{larger}"
 

@@ -172,26 +172,41 @@ class _Unpacker:
 
     def convert(self, documents: Sequence[_Packed], number: int) -> PreparedBlock:
         """Return documents as a block; repair the masks of those in which every token is supervised."""
-        is_masked = not any(map(_has_all, documents))
+        whole = {id(document) for document in documents if _has_all(document)}
         texts = [self._decode(document.ids) for document in documents]
         numbers = list(range(number - len(documents) + 1, number + 1))
         if self.is_rendered is None:
             self.is_rendered = self._renders(texts[0])
-        pipeline, note = self.pipeline, "masks_as_stored"
+        pipeline, note = self.pipeline, ""
         if not self.is_rendered:
             pipeline, note = replace(pipeline, converter=Converter(format_name="text")), self._mask(documents, texts)
         block = Block(numbers, [{"text": _with_line_ends(text)} for text in texts], digest="", num_bytes=0)
         rendered = render_block(block, pipeline)
-        if self.is_rendered and (plain := rendered.formats.get("text", 0)) and not is_masked:
-            raise self._no_roles(plain, texts)
+        if self.is_rendered and rendered.formats.get("text", 0):
+            pairs = zip(documents, texts, strict=True)
+            if plain := [text for document, text in pairs if id(document) in whole and not self._renders(text)]:
+                raise self._no_roles(len(plain), plain)
         tokens = join_tokens(rendered, pipeline.encoder.encode(rendered.layouts))
         kept = [document for document, status in zip(documents, tokens.status, strict=True) if status == 0]
+        labels = np.where(tokens.supervised, tokens.tokens.astype(np.int64), -100)
+        parts = [np.split(array, np.cumsum(tokens.lengths)[:-1]) for array in (tokens.tokens, labels)]
         # Markers that were added to the tokenizer have ids that the shards do not have.
         if self.is_rendered and not pipeline.encoder.tokenizer.added_by_us:
-            self._compare(np.split(tokens.tokens, np.cumsum(tokens.lengths)[:-1]), kept)
-        if is_masked or not self.is_rendered:
+            self._compare(parts[0], kept)
+        num_stored = sum(id(document) not in whole for document in kept)
+        if not self.is_rendered:
             tokens = _as_stored(tokens, kept)
-            tokens.notes = {note: len(kept)}
+            tokens.notes = {note: len(kept) - num_stored} if len(kept) > num_stored else {}
+        elif num_stored:
+            own = [
+                _Packed(ids.astype(np.int64), mask) if id(document) in whole else document
+                for document, ids, mask in zip(kept, *parts, strict=True)
+            ]
+            boundary = tokens.boundary * [id(document) in whole for document in kept]
+            tokens = _as_stored(tokens, own)
+            tokens.boundary, tokens.notes = boundary, tokens.notes if num_stored < len(kept) else {}
+        if num_stored:
+            tokens.notes["masks_as_stored"] = num_stored
         tokens.notes["converted_from_shards"] = len(kept)
         if self.shard.is_assumed:
             tokens.notes["shards_without_manifest"] = len(kept)
@@ -211,7 +226,7 @@ class _Unpacker:
         self._compare((np.asarray(backend.encode(text, add_special_tokens=False).ids) for text in texts), documents)
         found = [document for document in documents if _has_all(document)]
         if not found or self.pipeline.converter.keeps_text:
-            return "trained_as_a_whole" if found else "masks_as_stored"
+            return "trained_as_a_whole"
         num_plain = 0
         for document in found:
             ids = document.ids
@@ -314,11 +329,12 @@ def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
     found = [
         SourceFile(shard, shard.name, str(kind), by) for shard in shards for kind, by in [detect_format(shard.name)]
     ]
+    packed = found
     if is_listed:
         _check_manifest(path, manifest, version, files)
         for file in found:
             _check_first_row(file, version)
-    elif found[0].format not in _PACKED_FILES or not _is_packed(_first_row(found[0])):
+    elif not (packed := [file for file in found if file.format in _PACKED_FILES and _is_packed(_first_row(file))]):
         return None
     if is_listed and version == _ROWS:
         return found
@@ -326,7 +342,10 @@ def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
     end_id = manifest.get("eos_token_id", packing.get("eos_token_id"))
     own_id = end_id if isinstance(end_id, int) else None
     is_assumed = version != _PACKED
-    return [SourceFile(PackedShard(file, own_id, is_assumed), file.name, TOKENIZED) for file in found]
+    return [
+        SourceFile(PackedShard(file, own_id, is_assumed), file.name, TOKENIZED) if file in packed else file
+        for file in found
+    ]
 
 
 def _manifest_of(path: Path) -> dict[str, Any]:
