@@ -97,7 +97,7 @@ def content_changes(model: str, before: BaseContent) -> list[str]:
 
 
 def cannot_compare(model: str, before: BaseContent) -> bool:
-    """Return True if the weights of a model cannot be compared with those of an earlier time: only one side is a file."""
+    """Return True if the weights cannot be compared with those of an earlier time: only one side is a file."""
     with suppress(UserError, OSError, ValueError, TypeError, LookupError):
         weights = read_content(model).weights
         return bool(before.weights and weights) and _is_file(before.weights) != _is_file(weights)

@@ -18,8 +18,8 @@ from tunewell.inference.model_ref import ModelRef
 from tunewell.model_files.facts import read_facts
 from tunewell.model_files.files import locate
 from tunewell.model_files.presets import is_preset
-from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.models.base_content import cannot_compare
+from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.records.base_model import BASE, BaseContent, read_base
 from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_steps, verify
 from tunewell.records.manifest import MANIFEST, read_manifest

@@ -206,8 +206,8 @@ def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
 def flat_loss(log: Sequence[StepMetrics], *, has_steps: bool = True) -> Finding | None:
     """Find a loss that provably stays where it was when training began.
 
-    The halves of the log must be equal, and so must each beginning (a quarter, ... the first line) and the rest, because
-    a converged run fell early; and the fitted line must not fall. A noisy log, one that begins late and one of a warm-up
+    The halves of the log must be equal, and so must each beginning (a quarter, ..., the first line) and the rest, as
+    a converged run fell early; the fitted line must not fall. A noisy log, one that begins late and one of a warm-up
     prove nothing. Without `has_steps`, the steps may be numbers of lines.
     """
     held_out = [r.held_out_loss for r in log if r.held_out_loss is not None]

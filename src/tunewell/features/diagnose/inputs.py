@@ -48,7 +48,7 @@ def open_documents(paths: Sequence[Path], notes: list[str]) -> Iterator[Reading]
         if not path.exists():
             raise UserError(f"there is no file or folder `{path}`", fix="give a log, a run folder, a config or `-`")
         # `<(command)` and `/dev/stdin`. A named pipe in a folder may have no writer, and reading it would never end.
-        if path.is_fifo() and path.absolute().parts[1] in SYSTEM_FOLDERS:
+        if path.is_fifo() and str(path.absolute()).startswith(SYSTEM_FOLDERS):
             with path.open("rb") as file:
                 yield read_stream(file, name=path.name)
             num_read += 1
