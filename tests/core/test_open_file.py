@@ -33,6 +33,17 @@ def diary(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("path", ["/dev/null", "/proc/self/fd/{reader}"])
+def test_nobody_is_told_to_delete_a_device(path: str) -> None:
+    """A pipe of the shell was refused with `delete /dev/fd/63`."""
+    reader, writer = os.pipe()
+    with pytest.raises(UserError) as error:
+        read_bytes(Path(path.format(reader=reader)))
+    os.close(reader)
+    os.close(writer)
+    assert error.value.fix == "copy it to a file, and give that file"
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("has_target", [True, False])
 def test_nothing_is_written_through_a_link(writer, has_target, diary, tmp_path):

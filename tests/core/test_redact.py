@@ -166,6 +166,7 @@ def test_no_text_takes_more_than_linear_time():
 
 
 PASSWORD, WORD, TOKEN = "Zq7vK2xPw9", "correct" + "horsebattery", letters(19) + "A1b2C3d4"
+HEX = "abcdef" + "0123"
 PLANTED = [
     "PGPASSWORD='{p}' psql",
     'PGPASSWORD="{p}"',
@@ -276,6 +277,44 @@ PLANTED = [
     "apiKey: '{w}'",
     "COMET_API_KEY={w}",
     "NEPTUNE_API_TOKEN={w}",
+    "sshpass -p {w} ssh x",
+    "sshpass -p{w} scp a b",
+    "mysql -u root -p{w}",
+    "mysqldump -h db -u root -p'{p}' rows > rows.sql",
+    "mariadb -p{p} rows",
+    "curl -uadmin:{w} http://x",
+    "curl -sSu admin:{w} http://x",
+    "curl --user 1000:{p} http://x",
+    "wget --header x -u me:{p} http://x",
+    "docker login -u me -p {w}",
+    "docker login registry.example.com -p {p} -u me",
+    "helm registry login h -u me -p {p}",
+    "['docker', 'login', '-u', 'me', '-p', '{w}']",
+    "['mysql', '-u', 'root', '-p{p}']",
+    "redis-cli -h x -a {p}",
+    "unzip -P {w} rows.zip",
+    "PASS={w}",
+    "PASS=hunter2",
+    "pass=hunter2",
+    "export PASS='{p}'",
+    "wandb.login(key='{h}')",
+    "wandb.login(relogin=True, key='{h}')",
+    'comet_ml.login(api_key="{p}")',
+    '"key":"{h}{h}{h}99"',
+    '{{"username": "me", "key": "{h}{h}{h}99"}}',
+    "api key: {h}",
+    "API key: {p}",
+    "your API key = {p}",
+    "https://hooks.slack.com/services/T0{a}/B0{a}/{t}",
+    "https://discord.com/api/webhooks/1234567890/{t}",
+    "https://discordapp.com/api/v10/webhooks/1234567890/{t}",
+    "https://api.telegram.org/bot123456:{t}/sendMessage",
+    "openssl rsa -passin pass:{w}",
+    "openssl req -passout pass:{p}",
+    "wandb login --relogin {h}{h}{h}99",
+    "xai-{t}{t}",
+    "SG.{t}.{t}",
+    "pplx-{t}{t}",
 ]
 ORDINARY = [
     "num_tokens=512",
@@ -380,6 +419,48 @@ ORDINARY = [
     'secret = str(values.get("password") or "")',
     '-H "Authorization: Bearer $TUNEWELL_TOKEN"',
     "no such option: --token (did you mean: --json)",
+    "docker run -u root:root image",
+    "docker run --user app:staff image",
+    "podman exec --user 1000:users x",
+    "docker run --user 1000:users image",
+    "chown -u www-data:www-data x",
+    "python -u train.py:main",
+    "python -u train.py:main2",
+    "docker login failed: retry",
+    "mysql -u root -p",
+    "sshpass -p $PASS ssh x",
+    "the login page -p is missing",
+    "wandb login failed",
+    "wandb login failed at 12",
+    "wandb login",
+    "password: required",
+    "password: missing",
+    "api_key: expired",
+    "token: invalid",
+    "BATCH_KEY=rows_2024",
+    "SORT_KEY=created_2024",
+    "TEXT_KEY=question_text1",
+    "LABEL_KEY=answer-v2",
+    "image_token=IMG_0001_PLACE",
+    "video_token=VID_0002_END",
+    "sk-learn-contrib-extra-package",
+    "sk-image-tools-for-python3",
+    "hf_Llama2ForCausal",
+    "hf_Qwen3MoeForCausalLM",
+    "xai-explainability-toolkit-2024",
+    "r8_quantization_of_layers_12",
+    "pplx-7b-online-chat-2024",
+    "gsk_training_rows_2024_v2",
+    "SG.model.layers.0.weight.very.long",
+    "SG.encoder.block.11.attention.output",
+    "PASS=3 FAIL=0",
+    "PASS=ok",
+    "mysql -u root -p$PW",
+    "curl -u $USER:$PASS http://x",
+    "zip -r rows.zip rows -a",
+    "key='question_text1'",
+    "https://discord.com/channels/12345678/12345678",
+    "the webhooks of Slack",
 ]
 
 
@@ -388,9 +469,9 @@ ORDINARY = [
 def test_a_secret_of_a_log_an_address_or_a_config_is_replaced(text: str, around: str) -> None:
     """`diagnose` showed `PGPASSWORD='...'`, `--token X` and `-u admin:X` of logs, and errors repeated addresses."""
     public = TOKEN[-16:].upper()
-    planted = text.format(p=PASSWORD, w=WORD, t=TOKEN, a=public, k="KEY")
+    planted = text.format(p=PASSWORD, w=WORD, t=TOKEN, a=public, h=HEX, k="KEY")
     shown = redact(repr(planted) if around == "quoted" else around.format(planted))
-    assert not any(secret in shown for secret in (PASSWORD, WORD, TOKEN, public, "hunter", "hunt3", "two words"))
+    assert not any(secret in shown for secret in (PASSWORD, WORD, TOKEN, public, HEX, "hunter", "hunt3", "two words"))
     assert "[redacted]" in shown
 
 

@@ -320,6 +320,28 @@ def test_a_loss_that_fell_or_is_too_noisy_is_not_called_flat(name: str, noise: f
         assert "flat-loss" not in names(replay(noisy(FALLS[name], noise=noise, seed=seed), RunContext(is_raw=False)))
 
 
+@pytest.mark.parametrize(("every", "number"), [(10, 100), (20, 60), (50, 30), (50, 60)])
+@pytest.mark.parametrize("noise", [0.1, 0.25])
+def test_a_loss_that_fell_before_the_first_line_is_seldom_called_flat(every: int, number: int, noise: float) -> None:
+    """A line is the mean of many steps: the fall is in the first one alone, and up to half of such logs were flat."""
+    called = 0
+    for seed in range(20):
+        draw, log = random.Random(seed), list[StepMetrics]()
+        for last in range(every, every * (number + 1), every):
+            steps = range(last - every + 1, last + 1)
+            falls = [1.1 + 0.6 * math.exp(-at / 3) - 0.02 * at / (every * number) for at in steps]
+            log.append(StepMetrics(last, loss=math.fsum(falls) / every + draw.gauss(0, noise / math.sqrt(every))))
+        called += "flat-loss" in names(replay(log, RunContext(is_raw=False)))
+    assert called <= 3
+
+
+def test_a_flat_log_without_step_numbers_is_told_in_lines() -> None:
+    """A line of another trainer was called a step."""
+    lines, steps = ([StepMetrics(at * every, loss=2.3 + 0.001 * (at % 3)) for at in range(1, 41)] for every in (1, 10))
+    assert replay(lines, RunContext(is_raw=False))[0].words.endswith("for 40 lines")
+    assert replay(steps, RunContext(is_raw=False))[0].words.endswith("for 400 steps")
+
+
 def test_a_piece_of_a_log_and_a_warm_up_are_not_called_flat() -> None:
     """The end of a long run is flat, and so is a loss while the rate still rises."""
     late = [StepMetrics(r.step + 5000, loss=r.loss) for r in noisy([2.3] * 100)]

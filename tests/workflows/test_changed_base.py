@@ -168,6 +168,56 @@ def test_the_same_model_elsewhere_or_saved_again_is_accepted(project: Path) -> N
     assert _train("run", resume=True, method={"kind": "lora"}).exit_code == 0
 
 
+def _write_bin(base: Path) -> None:
+    tensors = load_file(base / "model.safetensors")
+    torch.save(tensors | {"lm_head.copy": next(iter(tensors.values()))}, base / "pytorch_model.bin")
+    (base / "model.safetensors").unlink()
+
+
+def _add_keys(base: Path) -> None:
+    path = base / "config.json"
+    config = json.loads(path.read_text())
+    keys = {"attn_implementation": "sdpa", "_attn_implementation_autoset": True, "unsloth_version": "2025.1"}
+    config |= keys | {"unsloth_fixed": True, "eos_token_id": [config.get("eos_token_id") or 2]}
+    path.write_text(json.dumps(config))
+
+
+def _copy_keys(base: Path) -> None:
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token_id": [1], "eos_token_id": [2]}))
+
+
+@pytest.mark.parametrize("change", [_write_bin, _add_keys, _copy_keys])
+def test_another_format_and_keys_without_effect_are_accepted(project: Path, change: Callable[[Path], None]) -> None:
+    """The same tensors as `pytorch_model.bin` were "48 of 47 tensors changed"; keys of other tools were refused."""
+    change(project / "base")
+    assert not any("base" in note for note in resolve_model("run").notes)
+
+
+def test_tensors_of_a_torch_file_are_compared(project: Path) -> None:
+    """Another format must not hide a change."""
+    _change_weights(project / "base")
+    _write_bin(project / "base")
+    with pytest.raises(UserError, match="has changed since") as error:
+        resolve_model("run")
+    assert "tensors changed: `model." in (error.value.where or "")
+
+
+def test_another_dtype_is_named(project: Path) -> None:
+    """Every tensor of the same model in bfloat16 counted as changed."""
+    AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16).save_pretrained("base")
+    with pytest.raises(UserError, match="has changed since") as error:
+        resolve_model("run")
+    assert error.value.where == "its weights are saved in bfloat16, and were in float32"
+
+
+def test_weights_of_a_format_without_tensors_are_noted(project: Path) -> None:
+    """A GGUF file has other blocks and names, so that each tensor counted as changed."""
+    content = json.loads(Path("run", BASE).read_text())
+    Path("run", BASE).write_text(json.dumps(content | {"weights": {"own.gguf": "0" * 64}}))
+    assert any("another format" in note for note in resolve_model("run").notes)
+
+
 def test_a_second_look_at_the_base_model_reads_its_stamps_only(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

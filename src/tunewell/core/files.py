@@ -30,6 +30,8 @@ _LARGE_BYTES = 64 << 20
 """Hashing a smaller file takes less than 0.1 s."""
 _STAMP_SECONDS = 2.0
 """A file that changed more recently may change again without a new stamp."""
+SYSTEM_FOLDERS = ("/dev/", "/proc/")
+"""Folders of pipes and devices, which nobody deletes."""
 _LOCK_START = '{"pid": '
 
 
@@ -65,7 +67,9 @@ class IrregularFile(UserError, OSError):
 
     def __init__(self, path: str | Path) -> None:
         reason = "it is a pipe, a socket or a device, not a regular file"
-        super().__init__(f"`{path}` cannot be used: {reason}", fix=f"delete `{path}`, or put a file there")
+        is_system = str(Path(path).absolute()).startswith(SYSTEM_FOLDERS)
+        fix = "copy it to a file, and give that file" if is_system else f"delete `{path}`, or put a file there"
+        super().__init__(f"`{path}` cannot be used: {reason}", fix=fix)
         self.strerror = reason
 
 

@@ -26,8 +26,8 @@ _MIN_TOKEN_CHARS = 15
 # Each pattern starts with a literal or stops where the next one could start, so that matching takes linear time.
 # A named group matches the text before the secret. This text is not redacted.
 _SHAPES = {
-    "Hugging Face token": r"hf_[A-Za-z0-9]{16,}",
-    "API key": r"(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{16,}",  # OpenAI, Anthropic and others
+    "Hugging Face token": r"hf_(?!<camel>)[A-Za-z0-9]{16,}",
+    "API key": r"(?<![A-Za-z0-9])sk-(?!<words>)[A-Za-z0-9_-]{16,}",  # OpenAI, Anthropic and others
     "GitHub token": r"gh[oprsu]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,}",
     "package token": r"glpat-[A-Za-z0-9_-]{16,} | npm_[A-Za-z0-9]{30,} | pypi-[A-Za-z0-9_-]{30,}",
     "Slack token": r"xox[abeoprs]-[A-Za-z0-9-]{10,}",
@@ -111,9 +111,9 @@ def _redact_text(text: str, hidden: tuple[str, ...]) -> str:
     # Lines without a mark are not searched. A key block has several lines, and so may a variable's value.
     has_block = "-----BEGIN" in text or any("\n" in value for value in hidden)
     lines = [text] if has_block else text.splitlines(keepends=True)
-    return "".join(
-        _pattern(hidden).sub(_keep_prefix, line) if _may_hold_secret(line, hidden) else line for line in lines
-    )
+    for pattern in (_pattern(hidden), _compile(_knowledge()["commands"])):
+        lines = [pattern.sub(_keep_prefix, line) if _may_hold_secret(line, hidden) else line for line in lines]
+    return "".join(lines)
 
 
 def _may_hold_secret(text: str, hidden: tuple[str, ...]) -> bool:
@@ -127,7 +127,7 @@ def _redact_key(key: Any, hidden: tuple[str, ...]) -> Any:
 
 
 def _redact_entry(key: Any, entry: Any, hidden: tuple[str, ...]) -> Any:
-    if isinstance(entry, str) and entry and isinstance(key, str) and _secret_key().search(key):
+    if isinstance(entry, str) and entry and isinstance(key, str) and _compile(_knowledge()["keys"]).search(key):
         return REDACTED
     return _redact(entry, hidden)
 
@@ -156,21 +156,17 @@ def _knowledge() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def _expand(pattern: str) -> str:
+@lru_cache(maxsize=64)
+def _compile(pattern: str) -> re.Pattern[str]:
     for name, part in _knowledge()["parts"].items():
         pattern = pattern.replace(f"<{name}>", part)
-    return pattern
+    return re.compile(pattern, re.VERBOSE)
 
 
 @lru_cache(maxsize=8)
 def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
     shapes = [shape for kind, shape in _SHAPES.items() if kind != "password"]  # in output, any value of a name
-    return re.compile("|".join([*map(_exactly, values), _expand(_knowledge()["output"]), *shapes]), re.VERBOSE)
-
-
-@lru_cache(maxsize=1)
-def _secret_key() -> re.Pattern[str]:
-    return re.compile(_expand(_knowledge()["keys"]), re.VERBOSE)
+    return _compile("|".join([*map(_exactly, values), _knowledge()["output"], *shapes]))
 
 
 def _exactly(value: str) -> str:
@@ -187,7 +183,7 @@ SECRET_KINDS = (*_SHAPES, *_PERSONAL)
 
 @lru_cache(maxsize=1)
 def _kinds() -> dict[str, re.Pattern[str]]:
-    return {kind: re.compile(shape, re.VERBOSE) for kind, shape in (_SHAPES | _PERSONAL).items()}
+    return {kind: _compile(shape) for kind, shape in (_SHAPES | _PERSONAL).items()}
 
 
 def hide_secrets(text: str, found: Counter[str]) -> str:

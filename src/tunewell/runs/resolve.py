@@ -18,6 +18,7 @@ from tunewell.inference.model_ref import ModelRef
 from tunewell.model_files.facts import read_facts
 from tunewell.model_files.files import locate
 from tunewell.model_files.presets import is_preset
+from tunewell.models.base_content import cannot_compare
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.records.base_model import BASE, BaseContent, read_base
 from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_steps, verify
@@ -110,6 +111,8 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
         trained_on=trained_on,
     )
     ref.require_base()
+    if base_model and cannot_compare(base_model, trained_on):
+        notes.append(f"the weights of `{base_model}` are in another format than in training and cannot be compared")
     if not is_adapter and (changes := ref.base_changes()):
         notes.append(f"no comparison with the base model, which has changed since training: {'; '.join(changes)}")
         return replace(ref, base=None)

@@ -6,7 +6,7 @@ Logs of other trainers have few lines, and each line is the mean of many steps.
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from statistics import fmean, median, stdev
+from statistics import correlation, fmean, median, stdev
 from typing import NamedTuple
 
 from tunewell.core.units import count
@@ -44,6 +44,8 @@ _SAME, _SAME_ERRORS = 0.005, 2.2
 _MAX_ERROR = 0.015
 """Two standard errors of the change between the halves of a log, as a share of its mean. With more noise, a fall may be
 hidden."""
+_MAX_FALL = 0.012
+"""Bound on the change along the straight line fitted to a log, as a share of its mean."""
 _CONVERGED = 0.7
 """A lower loss may be flat because nothing is left to learn. DPO's loss is ln 2 without an update."""
 _FULL_RATE = 0.9
@@ -81,7 +83,7 @@ def apply_log_rules(log: Sequence[StepMetrics], about: RunContext) -> list[Findi
     is_dense = about.is_raw and len(log) > _MANY
     found = (
         (None if is_dense else rise(log)) or diverged(log),
-        never_moved(log) or flat_loss(log),
+        never_moved(log) or flat_loss(log, has_steps=about.is_raw),
         bad_first_loss(log, about),
         overflows_at_end(log, about),
         overfitted(log),
@@ -201,11 +203,12 @@ def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
     return Finding("zero-grad-no-learning", "fault", lines[0].step, words, numbers)
 
 
-def flat_loss(log: Sequence[StepMetrics]) -> Finding | None:
+def flat_loss(log: Sequence[StepMetrics], *, has_steps: bool = True) -> Finding | None:
     """Find a loss that has certainly not changed since training began.
 
-    The halves of the log must be equal, and so must each beginning (a quarter, an eighth, ...) and the rest, because a
-    converged run fell early. Noisy logs, logs that begin late and logs of a warm-up are left out.
+    The halves of the log must be equal, and so must each beginning (a quarter, ..., the first line) and the rest, as
+    a converged run fell early; the fitted line must not fall. Noisy logs, logs that begin late and logs of a warm-up
+    are left out. Without `has_steps`, the steps may be numbers of lines.
     """
     held_out = [r.held_out_loss for r in log if r.held_out_loss is not None]
     log = [r for r in log if r.loss is not None and r.is_ordinary and r.supervised_tokens != 0]
@@ -216,15 +219,18 @@ def flat_loss(log: Sequence[StepMetrics]) -> Finding | None:
     has_fallen = bool(held_out) and held_out[-1] < (1 - _SAME) * held_out[0]
     if has_fallen or 4 * log[0].step > log[-1].step or 2 * full_rate > len(log):
         return None
-    spread, begin = stdev(losses), len(log) // 2
-    if 4 * spread > _MAX_ERROR * level * math.sqrt(len(log)):
+    spread, begin = stdev(losses[1:]), len(log) // 2
+    fall = -correlation(range(len(log)), losses) * stdev(losses) * math.sqrt(12) if spread else 0.0
+    if 4 * spread > _MAX_ERROR * level * math.sqrt(len(log)) or abs(fall) > _MAX_FALL * level:
         return None
-    while begin > 1:
+    while begin:
         error = spread * math.sqrt(1 / begin + 1 / (len(log) - begin))
-        if abs(fmean(losses[:begin]) - fmean(losses[begin:])) > max(_SAME_ERRORS * error, _SAME * level):
+        if fmean(losses[:begin]) - fmean(losses[begin:]) > max(_SAME_ERRORS * error, _SAME * level):
             return None
         begin //= 2
-    words = f"the training loss stayed at {level:.3g} for {count(log[-1].step, 'step')}"
+    has_steps = has_steps or log[-1].step - log[0].step >= len(log)
+    length = count(log[-1].step, "step") if has_steps else count(len(log), "line")
+    words = f"the training loss stayed at {level:.3g} for {length}"
     return Finding("flat-loss", "warning", log[-1].step, words, {"level": level})
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import struct
 import tarfile
@@ -97,6 +98,59 @@ def test_the_rank_that_died_explains_the_timeouts_of_the_others(tmp_path: Path) 
     [timeout] = [finding for finding in found.findings if finding.id == "nccl-timeout"]
     assert timeout.because_of == "oom-cuda"
     assert first(TIMEOUT) == "nccl-timeout"
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [
+        "- Avoid CUDA out of memory: reduce the batch size",
+        "* If you see CUDA out of memory, use gradient checkpointing",
+        "2. To prevent `CUDA out of memory`, lower max_length",
+        "Tip: reduce the batch size on CUDA out of memory",
+    ],
+)
+def test_advice_about_a_failure_is_no_failure(advice: str) -> None:
+    """An item of a list of advice was a certain failure, also below a healthy log."""
+    healthy = "\n".join(LINE.format(loss=2.3 * 0.97**at, epoch=at / 10) for at in range(30))
+    assert first(advice) == "unknown"
+    assert not diagnose_text(f"{healthy}\n{advice}\n").findings
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["- Use the small model: RuntimeError: CUDA out of memory.", "- Use batch size 1: still CUDA out of memory"],
+)
+def test_an_item_of_a_list_that_tells_an_error_is_a_failure(told: str) -> None:
+    """A list of what was tried begins with the same words as advice."""
+    assert first(told) == "oom-cuda"
+
+
+def test_a_time_of_day_is_no_time_of_waiting() -> None:
+    """`Training started at 10:00` and three minutes later were a long time without a step."""
+    started = "Training started at 10:00, learning rate 2e-4."
+    assert not diagnose_text(f"{started} After 3 minutes no output yet.").findings
+    assert first(f"{started} After 40 minutes no output yet.") == "first-step-slow"
+
+
+def test_an_empty_answer_in_half_precision_is_not_called_nan() -> None:
+    """Nothing in the sentence says that a number is not finite."""
+    found = diagnose_text("On my MacBook M2, generation with fp16 returns an empty string for each prompt.").findings
+    assert found[0].id == "degenerate-answers" and found[0].certainty == "possible"
+
+
+def test_a_device_of_none_is_named_by_either_message_of_torch() -> None:
+    """Versions of torch word it differently."""
+    for position in ("", " (position 1)"):
+        assert first(f"TypeError: device(): argument 'type'{position} must be str, not NoneType") == "bnb-no-cuda"
+
+
+def test_a_pipe_of_the_shell_is_read() -> None:
+    """`diagnose <(cat log)` advised to delete `/dev/fd/63`."""
+    reader, writer = os.pipe()
+    os.write(writer, b"RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n")
+    os.close(writer)
+    assert diagnose_paths([Path(f"/dev/fd/{reader}")]).findings[0].id == "oom-cuda"
+    os.close(reader)
 
 
 def test_a_flat_loss_is_named_in_a_printed_log_and_in_a_state_file(tmp_path: Path) -> None:

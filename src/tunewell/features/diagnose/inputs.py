@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import open_file, parse_json
+from tunewell.core.files import SYSTEM_FOLDERS, open_file, parse_json
 from tunewell.core.units import count, size_bytes
 from tunewell.features.diagnose.notebook import notebook_text
 from tunewell.features.diagnose.reading import EVENTS, SMALL_BYTES, Reading, read_document
@@ -47,9 +47,9 @@ def open_documents(paths: Sequence[Path], notes: list[str]) -> Iterator[Reading]
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no file or folder `{path}`", fix="give a log, a run folder, a config or `-`")
-        # `tunewell diagnose <(command)`. A named pipe in a folder may have no writer, and reading it would never end.
-        if path.is_fifo() and str(path.parent) in ("/dev/fd", "/proc/self/fd"):
-            with open_file(path) as file:
+        # `<(command)` and `/dev/stdin`. A named pipe in a folder may have no writer, and reading it would never end.
+        if path.is_fifo() and str(path.absolute()).startswith(SYSTEM_FOLDERS):
+            with path.open("rb") as file:
                 yield read_stream(file, name=path.name)
             num_read += 1
             continue

@@ -75,8 +75,7 @@ def find_candidates(reading: Reading) -> list[Candidate]:
                 continue
             # In a document of many paragraphs, a sentence is one line, at most two.
             within = 1 if signature.is_sentence and not reading.prose else signature.within
-            without = reading.advice if signature.is_sentence else ()
-            evidence = complete(signature, reading.hits, facts, within=within, without=without)
+            evidence = complete(signature, reading.hits, facts, within=within, without=reading.advice)
             if evidence is None or (signature.is_sentence and not _are_sentences(evidence, reading)):
                 continue
             evidence = [*evidence, *(shown for fact in signature.facts for shown in reading.facts[fact])]

@@ -47,7 +47,7 @@ class Reading:
     is_report: bool = False
     """Whether it is a written report with headings, and not a log."""
     advice: frozenset[int] = frozenset()
-    """Lines of a small text that are advice or comments of code. Sentences in them describe no failure."""
+    """Lines of a small text that are advice or comments of code. They describe no failure."""
     tool: str | None = None
     text: str = ""
     """The text of a small document, in which configs are looked for."""

@@ -76,10 +76,12 @@ def is_sentence(line: str) -> bool:
 
 
 _ADVICE = re.compile(
-    r"(?:\s*(?:[-*\u2022]|\d{1,2}[.)]|\[[ xX]?\]|\u2705|\u274c|\u00e2\S{1,3}|\u201a\S{1,3}))+\s*(?:\*\*)?"
+    r"(?!.*(?:Error\b|\bstill\b|\bfail|\bcrash|\bgot\b|\bgives?\b))"
+    r"(?:\s*(?:[-*\u2022]|(?:tip|hint|note|advice)s?:|\d{1,2}[.)]|\[[ xX]?\]|\u2705|\u274c|\u00e2\S{1,3}"
+    r"|\u201a\S{1,3}))+\s*(?:\*\*)?"
     r"(?:use|apply|force|set|keep|filter|let|disable|enable|reduce|avoid|don't|do not|never|always|choose|try|run|pass"
     r"|add|lower|increase|check|verify|monitor|validate|test|start|debug|profile|calibrate|pre-format|remove|prefer"
-    r"|make sure|ensure|consider)\b",
+    r"|make sure|ensure|consider|prevent|fix|solve|increase|if you|in case of|to (?:avoid|prevent|fix|solve))\b",
     re.I,
 )
 """Matches an item of a list that begins with an imperative. The last marks are emoji that were decoded wrongly."""
@@ -98,7 +100,7 @@ def advice_lines(text: str) -> frozenset[int]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.lstrip().startswith("```"):
             inside = not inside
-        elif _ADVICE.match(line) or (inside and _COMMENT.match(line)):
+        elif _ADVICE.match(line) or (inside and _COMMENT.match(line) and "Error: " not in line):
             found.add(number)
     return frozenset(found)
 
