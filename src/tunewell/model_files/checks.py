@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
