@@ -16,13 +16,14 @@ COLUMNS = ("input_ids", "labels", "seq_lengths")
 """The columns of the Arrow files in a corpus."""
 MANIFEST = "manifest.json"
 _HASH = "sha256"
+_HASH_CHARS = 64
 NEAR_DUPLICATES = "near_duplicates.jsonl"
 SECRETS = "secrets.jsonl"
 DROPPED = "dropped.jsonl"
 ANSWERS = "answers.jsonl"
 DIGESTS = "digests.npy"
 """Digests of the conversation and of the question of each document in a split, and its boundary tokens: five unsigned
-64-bit integers."""
+64-bit integers. A corpus of an older version has none."""
 QUESTIONS = "held_out/questions.bin"
 """Hashes of the questions that `data.held_out: auto` holds out, as sorted little-endian 64-bit integers."""
 MIN_TO_JUDGE = 5
@@ -213,7 +214,7 @@ class Manifest(Record):
     documents: int
     held_out: int
     questions: int | None = None
-    """Distinct questions of all documents that are used."""
+    """Distinct questions of all documents that are used; None in a corpus of 0.1.0."""
     pieces: int
     repeats: int
     dropped: dict[str, int]
@@ -250,7 +251,7 @@ class Manifest(Record):
         """Share of rows with other ids if their whole text is encoded at once; None if it was not counted."""
         later = ("exact_duplicate", "answer_in_held_out", "near_held_out", "near_duplicate", "not_sampled", "too_long")
         num_encoded = self.documents + self.held_out + sum(self.dropped.get(reason, 0) for reason in later)
-        if not num_encoded:
+        if self.encoding_version < 2 or not num_encoded:
             return None
         return self.notes.get("other_ids_as_a_whole", 0) / num_encoded
 
@@ -283,54 +284,12 @@ class Manifest(Record):
         return found
 
 
-def unknown_remark(self) -> str:
-        """The characters that the vocabulary lacks, and the normalizer."""
-        return unknown_remark(self.unknown_characters, self.tokenizer.normalizer)
-
-    @property
-    def other_ids_share(self) -> float | None:
-        """Share of rows with other ids if their whole text is encoded at once; None if it was not counted."""
-        later = ("exact_duplicate", "answer_in_held_out", "near_held_out", "near_duplicate", "not_sampled", "too_long")
-        num_encoded = self.documents + self.held_out + sum(self.dropped.get(reason, 0) for reason in later)
-        if not num_encoded:
-            return None
-        return self.notes.get("other_ids_as_a_whole", 0) / num_encoded
-
-    @property
-    def too_few_to_judge(self) -> str | None:
-        """A sentence, if so few rows are held out that every verdict will be UNPROVEN, or None."""
-        return too_few_to_judge(self.held_out, self.documents + self.held_out, self.questions)
-
-    def cautions(self) -> list[str]:
-        """Return what a user should know before training: rows that are dropped, not used, unsafe or too similar."""
-        found = [*self.warnings, *self.remarks, *([self.too_few_to_judge] if self.too_few_to_judge else [])]
-        if self.dropped:
-            reasons = ", ".join(f"{count(number)} {reason}" for reason, number in self.dropped.items())
-            total = f"{count(sum(self.dropped.values()))} of {count(self.rows_in, 'row')}"
-            found.append(f"{total} dropped: {reasons}; listed in `dropped.jsonl` of the corpus")
-        if number := self.notes.get("unknown_tokens"):
-            found.append(f"{count(number, 'unknown token')}: {self.unknown_remark}")
-        near = self.near_duplicates
-        if near and near.near_held_out == "warn" and near.num_near_held_out:
-            found.append(
-                f"{count(near.num_near_held_out, 'training row')} at least {percent(near.threshold, 0)} similar to a "
-                "held-out row: scores may be too good; `data.clean.near_held_out: drop` drops such rows"
-            )
-        if self.secrets and self.secrets.action == "warn" and self.secrets.rows:
-            kinds = ", ".join(f"{count(number)} {kind}" for kind, number in self.secrets.kinds.items())
-            found.append(
-                f"{count(self.secrets.rows, 'row')} with secrets or personal data, which a model may repeat: {kinds}; "
-                "`data.clean.secrets: redact` replaces them"
-            )
-        return found
-
-
-def too_few_to_judge(num_held_out: int, num_questions: int) -> str | None:
+def too_few_to_judge(num_held_out: int, num_rows: int, num_questions: int | None = None) -> str | None:
     """Return a sentence with a remedy if a verdict will be UNPROVEN, because too few rows are held out, or None."""
     if num_held_out >= MIN_TO_JUDGE:
         return None
-    missing = 4 * MIN_TO_JUDGE - num_questions
-    remedy = f"add {count(missing, 'row')} with other questions" if missing > 0 else "set it to `auto`"
+    needed, known = 4 * MIN_TO_JUDGE, num_rows if num_questions is None else num_questions
+    remedy = f"add {count(needed - known, 'row')} with other questions" if known < needed else "set it to `auto`"
     rows = "no row is" if not num_held_out else "1 row is" if num_held_out == 1 else f"{num_held_out} rows are"
     return (
         f"{rows} held out (`data.held_out`), and a verdict needs {MIN_TO_JUDGE}: it will be UNPROVEN; {remedy}, or "
@@ -353,9 +312,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_hash(record: dict[str, Any]) -> None:
-    """Raise ValueError if the record differs from its hash."""
-    if record.pop(_HASH, None) != sha256_text(stable_json(record)):
+    """Raise ValueError if the record differs from its hash. Version 0.1.0 wrote no hash."""
+    expected = record.pop(_HASH, None)
+    if expected is not None and expected != sha256_text(stable_json(record)):
         raise ValueError("its content does not match its hash")
+    unknown = [value for name, value in record.items() if name not in Manifest.model_fields]
+    if expected is None and any(isinstance(value, str) and len(value) == _HASH_CHARS for value in unknown):
+        raise ValueError(f"the key `{_HASH}` is damaged")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -85,8 +85,8 @@ class ModelFacts(Record):
     """Maximum length of a text in tokens, according to the tokenizer."""
     vocabulary: dict[str, str]
     """Hashes of the tokens and the merges of the vocabulary."""
-    tokenizer: dict[str, str]
-    """Hashes of the parts of `tokenizer.json`."""
+    tokenizer: dict[str, str] = Field(default_factory=dict)
+    """Hashes of the parts of `tokenizer.json`; empty in exports of 0.1.0."""
     template_sha256: str | None = None
     """Hash of the exported chat template."""
     plain_texts: list[PlainText] = Field(default_factory=list[PlainText])
@@ -109,7 +109,7 @@ class Proof(Record):
     base: str | None
     is_lora: bool
     trained_on: BaseContent | None = None
-    """The content of an adapter's base model; None in other exports."""
+    """The content of an adapter's base model; None in exports of earlier versions."""
     quantized: QuantizedBase | None = None
     """How the base model was quantised in training, if the adapter belongs to the dequantised weights."""
     trained_precision: str = "fp32"
@@ -126,7 +126,8 @@ class Proof(Record):
     questions: list[Question]
     other_ids_share: float | None = None
     """Share of the training conversations with other ids if their whole text is encoded at once, if it is known."""
-    model: ModelFacts
+    model: ModelFacts | None = None
+    """None in exports from older versions of tunewell; this part is then not compared."""
     artefacts: list[Artefact]
     sha256s: dict[str, str] = Field(default_factory=dict)
     """Hashes of the files that are not part of an artefact."""

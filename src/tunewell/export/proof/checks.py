@@ -276,7 +276,7 @@ def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any
 
 def _tokenizer_problems(path: Path, tokenizer: Any, facts: ModelFacts) -> list[str]:
     """Compare every part of `tokenizer.json`, the text of the template, and the ids of plain texts with the run's."""
-    found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json")))
+    found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json"))) if facts.tokenizer else {}
     problems = [
         f"the {part} of `tokenizer.json` differ from those of the trained model's tokenizer"
         for part in sorted({*found, *facts.tokenizer})

@@ -175,6 +175,7 @@ def complete_proof(
     template: str,
 ) -> Proof:
     """Return a copy of the proof record with the artefacts, notes, licence and file hashes of an export."""
+    assert proof.model is not None
     return proof.model_copy(
         update={
             "artefacts": list(artefacts),

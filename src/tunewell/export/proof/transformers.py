@@ -19,7 +19,7 @@ from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.models.load import LoadOptions, load_dequantized, load_model, not_finite_names
 from tunewell.models.support import quiet, text_weights
-from tunewell.records.parity import Artefact, Check, Probe
+from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -76,21 +76,26 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, confi
     answers = generate_with_transformers(
         model, [question.ids for question in proof.questions], max_new_tokens=context.answer_tokens, stop_ids=stops
     )
-    return [
+    checks = [
         Check(name="finite", is_ok=True, words="all weights are finite"),
         check_ids(proof, tokenize, library="transformers"),
         check_logits(artefact.name, context.reference.logits, logits),
         check_answers(proof, [answer.ids for answer in answers], is_exact=artefact.precision == "fp32"),
         check_stop(proof, stops, [answer.ended for answer in answers]),
-        check_settings(path, tokenizer, proof.model, config=config, generation=settings),
     ]
+    if proof.model is not None:
+        checks.append(check_settings(path, tokenizer, proof.model, config=config, generation=settings))
+    return checks
 
 
 def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> list[Check]:
     """Compare every weight, including tied weights, with the sketches of the trained model."""
+    facts: ModelFacts | None = context.proof.model
+    if facts is None:
+        return []
     weights = text_weights(model)
     sketches: Mapping[str, Sketch] = context.reference.sketches
-    expected = {**sketches, **{tied: sketches[name] for tied, name in context.proof.model.twins.items()}}
+    expected = {**sketches, **{tied: sketches[name] for tied, name in facts.twins.items()}}
     return [
         check_tensors(
             compare_weights(weights, expected, _TENSOR_TYPES[artefact.precision]),
