@@ -52,6 +52,11 @@ class PassageIndex(Protocol):
     address: str
 
     @property
+    def notes(self) -> list[str]:
+        """What the user must know about the index."""
+        ...
+
+    @property
     def seconds(self) -> float | None:
         """Time to read and embed the documents; None if unknown."""
         ...

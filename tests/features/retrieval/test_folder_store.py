@@ -10,6 +10,7 @@ from test_indexing import content_of
 from toy_embedder import ToyEmbedder
 
 from tunewell.core.errors import UserError
+from tunewell.features.retrieval import search as search_module
 from tunewell.features.retrieval.indexing import build_index
 from tunewell.features.retrieval.search import Retriever
 from tunewell.features.retrieval.stores import folder as folder_store
@@ -133,6 +134,23 @@ def test_a_query_reads_as_few_clusters_as_find_the_nearest_passages(tmp_path):
     assert numbers["near each other"] < 0.6 * numbers["noise"], numbers
 
 
+def test_clusters_of_an_earlier_version_are_read_as_before(tmp_path, monkeypatch):
+    """Their files have faiss's default of one cluster per query, which finds a third of the nearest passages."""
+    import faiss
+
+    rng = np.random.default_rng(1)
+    vectors = rng.normal(size=(40, 1, 32)) + rng.normal(size=(40, 50, 32))
+    vectors = (vectors / np.linalg.norm(vectors, axis=2, keepdims=True)).reshape(-1, 32).astype(np.float32)
+    folder_store._write_clusters(tmp_path / "clusters.faiss", vectors, lambda _: None)
+    written = faiss.read_index(str(tmp_path / "clusters.faiss"))
+    written.nprobe = 1
+    faiss.write_index(written, str(tmp_path / "clusters.faiss"))
+    build_index([str(write_pages(tmp_path / "docs", 5))], str(tmp_path / "index"), ToyEmbedder())
+    store = open_store(tmp_path / "index")
+    monkeypatch.setattr(store, "_data", tmp_path)
+    assert store._open_clusters().nprobe == int(0.06 * written.nlist) >= 8
+
+
 def test_words_and_documents_are_those_of_the_pages(index):
     """The refusal counts the passages with a word."""
     store = open_store(index)
@@ -182,6 +200,14 @@ def _flip(path: Path, place: int) -> bytes:
     return bytes(before)
 
 
+def _without_hashes(index: Path) -> None:
+    """Change the manifest to one of a version that wrote no hashes."""
+    record = json.loads((index / "index.json").read_text())
+    kept = {name: {**entry, "sha256": ""} for name, entry in record["files"].items() if "/" not in name}
+    record = {key: value for key, value in record.items() if key not in ("sha256", "arguments")} | {"files": kept}
+    (index / "index.json").write_text(json.dumps(record))
+
+
 def test_a_flipped_bit_in_any_file_is_an_error_and_indexing_again_repairs_it(index, tmp_path):
     """`ask` quoted a changed passage without a word, and `index` took it over as unchanged."""
     docs, text = str(tmp_path / "docs"), content_of(str(index))
@@ -201,3 +227,34 @@ def test_a_flipped_bit_in_any_file_is_an_error_and_indexing_again_repairs_it(ind
         built = build_index([docs], str(index), ToyEmbedder())
         assert any("damaged" in note for note in built.notes)
         assert content_of(str(index)) == text
+
+
+def test_damage_in_an_index_without_hashes_is_an_error_of_the_user(index, capfd):
+    """tantivy panics over damaged files, with a Rust backtrace on stderr; numpy and json have errors of their own."""
+    _without_hashes(index)
+    for path in [path for path in index.glob("data-*/**/*") if path.is_file() and path.stat().st_size]:
+        for place in {0, path.stat().st_size // 2, path.stat().st_size - 1}:
+            whole = path.read_bytes()
+            _flip(path, place)
+            try:
+                search(index)
+            except UserError as error:
+                assert "tunewell index" in (error.fix or "")
+            path.write_bytes(whole)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_index_without_hashes_is_read_with_a_note_and_made_again_from_its_documents(index, tmp_path, monkeypatch):
+    """Its passages cannot be verified, so an update must not take them over; the chosen settings stay."""
+    _without_hashes(index)
+    monkeypatch.setattr(search_module, "open_embedder", lambda _: ToyEmbedder())
+    retriever = search_module.open_retriever(str(index))
+    assert f"tunewell index DOCUMENTS --out {index}" in retriever.notes[0]
+    path = next(index.glob("data-*/passages.jsonl"))
+    whole = path.read_bytes()
+    _flip(path, whole.index(b'"text": "') + 10)
+    built = build_index([str(tmp_path / "docs")], str(index), ToyEmbedder())
+    assert built.manifest.counts.embedded == 5
+    assert built.manifest.has_hashes
+    assert next(index.glob("data-*/passages.jsonl")).read_bytes() == whole
+    assert not search_module.open_retriever(str(index)).notes

@@ -42,7 +42,7 @@ def compare_answers(
     questions = [key.question for key in exam.keys]
     indexes = []
     for name, index in zip(_index_names([index.address for index in opened]), opened, strict=True):
-        notes += _tuning_notes(name, index, exam)
+        notes += [*index.notes, *_tuning_notes(name, index, exam)]
         listen = with_stage(progress, f"searching {name}: {count(len(questions), 'question')}")
         finder = key_finder(exam.keys)
         found = index.search_all(questions, finder, num_passages=options.num_passages, progress=listen)

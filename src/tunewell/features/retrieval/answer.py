@@ -54,7 +54,7 @@ class RetrievalChat:
             raise UserError("the question is empty", fix="write a question in quotes")
         earlier = [turn["content"] for turn in self.reader.messages if turn["role"] == "user"]
         found, is_answerable = self.finder.find(question, earlier)
-        self.answer = answer = IndexAnswer(question)
+        self.answer = answer = IndexAnswer(question, warnings=[*self.finder.retriever.notes])
         if not is_answerable:
             answer.refused, answer.answer, answer.because = True, NOT_FOUND, _TOO_FAR
             answer.sources = _sources(found, answer)

@@ -91,7 +91,8 @@ def build_index(
         work = _work_folder(address)
         with disk_full_as_user_error(work, lambda: 1 << 30):
             spool = Spool(work)
-            notes += _read_all(files, spool, ledger, embedder, old, progress)
+            reused = old if old is not None and old.manifest.has_hashes else None
+            notes += _read_all(files, spool, ledger, embedder, reused, progress)
             if not len(spool):
                 skipped = ", ".join(f"{number} {reason}" for reason, number in ledger.skipped.items())
                 raise UserError(
@@ -100,7 +101,7 @@ def build_index(
                     fix="scanned documents need OCR first; damaged ones must be saved again",
                 )
             chosen_language = _language(language, spool)
-            embedded, seconds = _embed(spool, work, embedder, old, progress)
+            embedded, seconds = _embed(spool, work, embedder, reused, progress)
         if old is not None:
             old.close()
         manifest = IndexManifest(

@@ -83,6 +83,11 @@ class IndexManifest(Record):
     arguments: list[str] = Field(default_factory=list[str])
     """The arguments of `tunewell index`, without `--out`."""
 
+    @property
+    def has_hashes(self) -> bool:
+        """Return False for an index of an earlier version, whose content cannot be verified."""
+        return all(record.sha256 for record in self.files.values())
+
 
 def read_index(folder: Path) -> IndexManifest:
     """Read the manifest of an index; raise UserError if there is none or it is damaged."""
@@ -96,7 +101,7 @@ def read_index(folder: Path) -> IndexManifest:
     except DamagedRecord as error:
         raise DamagedIndex(str(folder), f"{INDEX}: {error.where}") from error
     expected = record.pop(_HASH, None)
-    if expected != sha256_text(stable_json(record)):
+    if any(file.sha256 for file in manifest.files.values()) and expected != sha256_text(stable_json(record)):
         raise DamagedIndex(str(folder), f"{INDEX} has changed since it was written")
     return manifest
 

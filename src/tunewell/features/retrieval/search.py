@@ -61,8 +61,9 @@ def _without(hits: Hits, gone: Collection[int]) -> Hits:
 class Retriever:
     """An open index with its embedder."""
 
-    def __init__(self, store: Store, embedder: Embedder) -> None:
+    def __init__(self, store: Store, embedder: Embedder, notes: Sequence[str] = ()) -> None:
         self.store = store
+        self.notes = notes
         self.embedder = embedder
         self._language = store.manifest.language.value
         self._documents = {entry.name: entry for entry in store.documents()}
@@ -160,4 +161,8 @@ def open_retriever(address: str) -> Retriever:
             where=f"SHA-256 {embedder.sha256[:12]}, in the index {record.sha256[:12]}",
             fix=f"create the index again with `tunewell index`, or install the old version of `{record.name}`",
         )
-    return Retriever(store, embedder)
+    notes = []
+    if not store.manifest.has_hashes:
+        command = rebuild_command(shown_address(address), store.manifest.arguments)
+        notes = [f"this index has no checksums, so changes in its files are not noticed; add them with `{command}`"]
+    return Retriever(store, embedder, notes)

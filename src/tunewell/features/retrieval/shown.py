@@ -63,6 +63,11 @@ class SearchableIndex:
         self._retriever = open_retriever(address)
 
     @property
+    def notes(self) -> list[str]:
+        """What the user must know about the index."""
+        return list(self._retriever.notes)
+
+    @property
     def seconds(self) -> float | None:
         """Time to read and embed the documents; None if unknown."""
         return self._retriever.store.manifest.seconds

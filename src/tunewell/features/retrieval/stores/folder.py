@@ -17,9 +17,10 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ EXACT_PASSAGES = 50_000
 _SCAN_ROWS = 16_384
 _RECALL, _NEAREST, _MEASURED_QUERIES = 0.98, 10, 64
 """A query reads as many clusters as find 98% of the ten nearest passages, measured on 64 queries."""
-_MIN_PROBED = 2
+_MIN_PROBED, _OLD_PROBE_SHARE = 2, 0.06
+"""Indexes of earlier versions have faiss's default of one cluster, and are searched as those versions did."""
 _DATA = "data-"
 _STAGED = ".staged-"
 _LOCK = ".lock"
@@ -217,14 +219,15 @@ class FolderStore:
         for name, record in self.manifest.files.items():
             if (size := (self._data / name).stat().st_size) != record.bytes:
                 raise ValueError(f"{name} has {size} bytes instead of {record.bytes}")
-            if sha256_once(self._data / name) != record.sha256:
+            if record.sha256 and sha256_once(self._data / name) != record.sha256:
                 raise ValueError(f"{name} has changed since it was written")
 
     @contextmanager
     def _reading(self) -> Generator[None, None, None]:
-        """Raise DamagedIndex for any error of a reader."""
+        """Raise DamagedIndex for any error of a reader. Without hashes, damage shows only there."""
         try:
-            yield
+            with nullcontext() if self.manifest.has_hashes else _quiet_panics():
+                yield
         except BaseException as error:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of tantivy
                 raise DamagedIndex(str(self.folder), f"{error}"[:200], self.manifest.arguments) from None
@@ -248,6 +251,8 @@ class FolderStore:
             mapped = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
             with self._reading():
                 self._clusters = faiss.read_index(str(self._data / "clusters.faiss"), mapped)
+            if self._clusters.nprobe < _MIN_PROBED:
+                self._clusters.nprobe = max(8, int(self._clusters.nlist * _OLD_PROBE_SHARE))
         return self._clusters
 
 
@@ -325,6 +330,20 @@ def _native_errors() -> Generator[None, None, None]:
             number = int(found[1]) if found[1] else errno.ENOSPC
             raise OSError(number, os.strerror(number)) from error
         raise
+
+
+@contextmanager
+def _quiet_panics() -> Generator[None, None, None]:
+    """Discard what is written to the descriptor of stderr: the backtrace of a panic in tantivy."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def _is_ours(path: Path) -> bool:
