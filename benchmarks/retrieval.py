@@ -4,7 +4,7 @@
     python benchmarks/retrieval.py college
     python benchmarks/retrieval.py pubmedqa
     python benchmarks/retrieval.py rate
-    python benchmarks/retrieval.py speed --passages 100000 --embedder wordllama
+    python benchmarks/retrieval.py speed --passages 100000
 
 The jar is inside the wheel of PyPI `pyserini` 0.25.0 (Java 17). Data: `../shared/data` or TUNEWELL_SHARED.
 """
@@ -108,7 +108,7 @@ def cranfield(args: argparse.Namespace) -> None:
             return float(np.mean(scores))
 
         opened = {}
-        for kind, own in (("whole", WholeDocuments(open_embedder("wordllama"))), ("passages", embedder)):
+        for kind, own in (("whole", WholeDocuments(embedder)), ("passages", embedder)):
             build_index([str(pages)], str(Path(name) / kind), own)
             opened[kind] = Retriever(open_store(Path(name) / kind), own)
         whole = opened["whole"].store
@@ -215,7 +215,7 @@ def speed(args: argparse.Namespace) -> None:
     generator = np.random.default_rng(0)
     sentences = [text for _, text in read_cranfield()[0].values()]
     pieces = [part.strip() for text in sentences for part in text.split(" .") if len(part.split()) > 5]
-    embedder = open_embedder("wordllama")
+    embedder = open_embedder(args.embedder)
 
     centres = generator.standard_normal((max(64, args.passages // 50), 384), np.float32)
 
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--passages", type=int, default=100_000)
     parser.add_argument("--queries", type=int, default=200)
-    parser.add_argument("--random", action="store_true", help="random vectors instead of wordllama's")
+    parser.add_argument("--random", action="store_true", help="random vectors instead of the embedder's")
     args = parser.parse_args()
     {"cranfield": cranfield, "college": college, "pubmedqa": pubmedqa, "rate": rate, "speed": speed}[args.part](args)
 

@@ -1,6 +1,6 @@
 """Files that tunewell 0.1.0 wrote still open, resume, validate and verify; its flags, keys and JSON are still there.
 
-The files lie in `written_by_0_1_0`; `make_fixtures.py` made them, and the golden files beside them, with 0.1.0. Only
+The files lie in `written_by_0_1_0`; `make_fixtures.py` made them, and the golden files beside them, with 30baead. Only
 the command line, `tunewell.open_corpus` and the files on disk are used here, so that moved modules do not touch this;
 an export is proven in this process, which saves seconds of imports.
 """
@@ -198,8 +198,7 @@ def test_prepare_makes_the_same_corpus_from_the_same_rows(written: Written) -> N
     manifests = (folder / "corpus" / "manifest.json" for folder in (WRITTEN, ran.folder))
     before, now = (json.loads(path.read_text(encoding="utf-8")) for path in manifests)
     assert now["corpus_sha256"] == before["corpus_sha256"]
-    # Not the card, which may be worded otherwise, nor what 0.1.0 did not write: near duplicates and digests.
-    other = dict.fromkeys(("README.md", "near_duplicates.jsonl", "train/digests.npy", "held_out/digests.npy"))
+    other = {"README.md": None}  # the card may be worded otherwise
     assert now["files"] | other == before["files"] | other
 
 
@@ -259,8 +258,7 @@ def test_json_has_every_key_that_it_had(written: Written, name: str) -> None:
     """Guards against a key that scripts read and that a change of records renamed or dropped."""
     ran, expected = written.ran(name), golden("json")[name]
     assert ran.code == expected["code"], ran.err
-    keys = {key.replace("loss.png", "loss.svg") for key in expected["keys"]}  # the one artefact that changed its name
-    assert keys - key_paths(ran.told()) == set()
+    assert set(expected["keys"]) - key_paths(ran.told()) == set()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -284,39 +282,15 @@ def test_a_config_with_every_key_is_read_as_it_was() -> None:
     for key, expected in golden("config")["keys"].items():
         ran = run_in(WRITTEN, ["explain", key, "--config", "every_key.yaml", "--json"])
         assert ran.code == 0, f"{key}: {ran.err}"
-        if key not in CHANGED_DEFAULTS:  # one source of the file leaves it to the default
-            assert old_keys(ran.told()["value"], expected["value"]) == old_keys(expected["value"], ran.told()["value"])
+        assert ran.told()["value"] == expected["value"], key
         assert set(expected["allowed"]) <= set(ran.told()["allowed"]), key
-
-
-def old_keys(value: Any, other: Any) -> Any:
-    """Leave out the keys of sources that only one version has, and those whose default changed."""
-    if isinstance(value, bool) and isinstance(other, str):
-        return SPELLED[value]
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        return value
-    return [
-        {key: entry[key] for key in entry if key in old and f"data.sources.{key}" not in CHANGED_DEFAULTS}
-        for entry, old in zip(value, other, strict=True)
-    ]
-
-
-SPELLED = {True: "on", False: "off"}
-"""`train.recompute` was true or false, and is `on`, `off` or `offload`."""
-CHANGED_DEFAULTS = {
-    "data.held_out": "auto",  # 5% of few rows were too few to judge
-    "train.recompute": "off",  # was false, which is still read
-    "train.learning_rate": "auto",  # the same 2e-4 for LoRA, another one for full fine-tuning
-    "data.sources.text_rows": "paragraph",  # a line of a text is rarely a document
-}
-"""Defaults that changed on purpose, and their new values. A run that relies on the old one is told when it resumes."""
 
 
 def test_keys_that_a_run_left_unset_mean_what_they_meant() -> None:
     """Guards against a changed default: a run's `config.yaml` holds only what was set, the rest comes from here."""
     told = {key: run_in(WRITTEN, ["explain", key, "--json"]).told()["default"] for key in golden("config")["keys"]}
     defaults = {key: expected["default"] for key, expected in golden("config")["keys"].items()}
-    assert told == defaults | CHANGED_DEFAULTS
+    assert told == defaults
 
 
 def test_the_names_other_tools_have_for_keys_are_still_read(tmp_path: Path) -> None:
@@ -329,7 +303,7 @@ def test_the_names_other_tools_have_for_keys_are_still_read(tmp_path: Path) -> N
         config.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML too
         ran = run_in(tmp_path, ["explain", expected["key"], "--config", "config.yaml", "--json"])
         assert ran.code == 0, f"{alias}: {ran.err}"
-        assert ran.told()["value"] == old_keys(expected["value"], ran.told()["value"]), alias
+        assert ran.told()["value"] == expected["value"], alias
 
 
 def test_nothing_but_the_export_names_the_folder_it_was_made_in() -> None:

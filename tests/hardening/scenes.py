@@ -23,6 +23,7 @@ from exports import exported, rehash, write_adapter, write_base
 from payloads import payload, rows
 from serving import Letters, chat, send, served
 from tiny import write_tiny_model
+from tiny_embedder import write_tiny_embedder
 
 from corpora import write_sums
 from forked import _fork, _run, run_command
@@ -34,7 +35,14 @@ from tunewell.model_files.gguf import read_header
 
 TOKEN = "a-token-that-nobody-guesses"
 PAGE = "http://localhost:3000"
-_PRELOADED = ("docx", "pypdf", "selectolax.lexbor", "tantivy", "wordllama", "tunewell.features.retrieval.indexing")
+_PRELOADED = (
+    "docx",
+    "pypdf",
+    "selectolax.lexbor",
+    "tantivy",
+    "transformers.models.bert",
+    "tunewell.features.retrieval.indexing",
+)
 _TRAIN = ["train.max_steps=4", "train.batch_documents=4", "train.threads=1", "train.learning_rate=5e-3"]
 _TRAIN += ["evaluate.every_steps=2", "evaluate.samples=0", "checkpoints.every_steps=2", "data.held_out=0.2"]
 _TRAIN += ["verdict.after_training=false", "device=cpu"]
@@ -59,6 +67,7 @@ class Scenes:
         os.environ["TUNEWELL_CACHE"] = str(folder / "cache")
         torch.set_num_threads(1)
         self.model = write_tiny_model(folder / "model")
+        self.embedder = write_tiny_embedder(folder / "embedder")
         for name in _PRELOADED:  # imported once, not in every child
             importlib.import_module(name)
         self._stack = ExitStack()
@@ -99,6 +108,7 @@ class Scenes:
 
     def _command(self, case: dict[str, Any], work: Path) -> Outcome:
         arguments = tuple(payload(part).decode().replace("{model}", str(self.model)) for part in case["args"])
+        arguments = tuple(part.replace("{embedder}", str(self.embedder)) for part in arguments)
         out = self.folder / "printed"
 
         def act() -> None:
@@ -234,7 +244,7 @@ class Scenes:
         (folder / "docs").mkdir(parents=True)
         (folder / "docs" / "fees.md").write_text("# Fees\n\nThe fee is 12 pounds a term.\n")
         (folder / "docs" / "hours.md").write_text("# Hours\n\nThe library opens at nine.\n")
-        done = run_command("index", "docs", "--embedder", "wordllama", cwd=folder)
+        done = run_command("index", "docs", "--embedder", str(self.embedder), cwd=folder)
         assert done.returncode == 0, done.stderr
         return folder
 

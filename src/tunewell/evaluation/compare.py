@@ -93,13 +93,9 @@ def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Ma
 
 
 def _pairs(this: Report, other: Report) -> list[tuple[AnsweredQuestion, AnsweredQuestion]]:
-    """Return the questions of both reports. Reports of version 0.1.0 have cut questions, so rows are compared too."""
-    by_text = {question.question: question for question in other.exchanges}
-    by_row = {(question.source, question.row, question.reference): question for question in other.exchanges}
-    found = [
-        (by_text.get(own.question) or by_row.get((own.source, own.row, own.reference)), own) for own in this.exchanges
-    ]
-    return [(before, own) for before, own in found if before is not None]
+    """Return the questions of both reports."""
+    before = {question.question: question for question in other.exchanges}
+    return [(before[own.question], own) for own in this.exchanges if own.question in before]
 
 
 def _difference(

@@ -54,11 +54,8 @@ class Full(Method):
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy the saved weights into the model."""
-        saved, parameters = tensors[_WEIGHTS], dict(self.model.named_parameters())
         for name, tensor in self._tensors().items():
-            # Checkpoints of earlier versions have no buffers.
-            if name in saved or name in parameters:
-                tensor.copy_(saved[name])
+            tensor.copy_(tensors[_WEIGHTS][name])
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return every weight once, and the persistent buffers, such as the bias of a router."""

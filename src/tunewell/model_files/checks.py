@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +10,10 @@ from typing import Any, Literal, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, parse_json, read_bytes
-from tunewell.model_files.files import WEIGHT_SUFFIXES
+from tunewell.model_files.files import HUB_ID, WEIGHT_SUFFIXES
 from tunewell.model_files.gguf import read_tensor_table
 
 _LFS = b"version https://git-lfs"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_HEADER = 100 << 20
 """The limit of the safetensors library."""
 _MAX_FILES = 500
@@ -86,7 +84,7 @@ def _configured(name: str, base: Path, *, is_fast: bool) -> ModelState:
     if path.is_dir():
         damage = list(folder_damage(path, is_fast=is_fast))
         return _with_size(ModelState(name, str(path), True, "folder", damage), is_fast=is_fast)
-    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+    if not HUB_ID.fullmatch(name) or name.startswith("."):
         return ModelState(name, None, True, "other")
     return _cached(name, hub_cache() / f"models--{name.replace('/', '--')}", is_configured=True)
 

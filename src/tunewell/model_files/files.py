@@ -34,7 +34,7 @@ WEIGHT_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".safetensors"})
 # A tokenizer.json with a vocabulary of 256,000 tokens takes about 35 MB.
 _MAX_JSON_BYTES = 512 << 20
 _REACH_SECONDS = 5
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -94,7 +94,7 @@ def locate(model: str | Path) -> ModelFiles:
         return _in_folder(source, path, "folder")
     if path.is_file():
         return _from_file(source, path)
-    if isinstance(model, str) and _HUB_ID.fullmatch(model) and not model.startswith("."):
+    if isinstance(model, str) and HUB_ID.fullmatch(model) and not model.startswith("."):
         return _on_hub(model)
     raise UserError(
         f"there is no model `{source}`",

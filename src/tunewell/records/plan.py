@@ -114,7 +114,7 @@ class Plan(Record):
     evaluate_every: Chosen[int]
     save_every: Chosen[int]
     prediction: Prediction | None = None
-    """None in plans of earlier versions."""
+    """None before it is computed."""
 
 
 def write_plan(folder: Path, plan: Plan) -> None:

@@ -72,7 +72,7 @@ class Answer(Record):
     right: bool | None = False
     """Whether the answer is right, or None if this cannot be decided, as for a long reference."""
     is_refusal: bool = False
-    """Whether the answer says that it is not known. Reports of version 0.1.0 do not tell."""
+    """Whether the answer says that it is not known."""
     faults: list[Fault] = Field(default_factory=list[Fault])
 
 
@@ -85,7 +85,7 @@ class AnsweredQuestion(Record):
     question: str
     reference: str
     key: str = ""
-    """What a right answer contains; empty in reports of version 0.1.0, which compared the whole reference."""
+    """What a right answer contains."""
     key_origin: str = ""
     """`answers` or `value` (columns of the row), `derived` (from the references) or `whole reference`."""
     cluster: int | None = None

@@ -229,7 +229,7 @@ class Outcome(Record):
     advice: list[str] = Field(default_factory=list)
     """Changes to the config that are recommended for the next run."""
     predicted: Prediction | None = None
-    """What the plan predicted; None for runs of earlier versions."""
+    """What the plan predicted."""
     measured: Measurement | None = None
     """What the process needed since its last start: peak memory and seconds by phase, the verdict included."""
     notes: list[str] = Field(default_factory=list)

@@ -196,7 +196,7 @@ def restore_run(
         require_same_documents(folder, inputs.corpus)
     if record.weights and not base:  # other files with the same tensors have another fingerprint
         now = now | {"weights": state.identity.get("weights")}
-    changes = [*base, *compare_identity(*_comparable(state.identity, now, set(allowed)))]
+    changes = [*base, *compare_identity(state.identity, now, _may_change(state.identity, now, set(allowed)))]
     for line in changes:
         recorder.note(f"changed on resume: {line}")
         recorder.changes.append(line)
@@ -219,14 +219,8 @@ def restore_run(
     return bool(changes)
 
 
-def _comparable(
-    before: dict[str, Any], now: dict[str, Any], allowed: set[str]
-) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-    """Return both identities and the allowed changes, adjusted so that a model with equal weights is unchanged."""
-    defaults = {"optimizer": "adamw", "masters": "fp32", "layers": "all", "quantize": "none", "keep": []}
-    before = {name: value for name, value in defaults.items() if name in now} | before  # 0.1.0 did not record these
-    if "weights" not in before:  # a checkpoint without a fingerprint of the weights
-        return before, {name: value for name, value in now.items() if name != "weights"}, allowed
+def _may_change(before: dict[str, Any], now: dict[str, Any], allowed: set[str]) -> set[str]:
+    """Return the allowed changes: a model with equal weights may have another name, an allowed one other weights."""
     if before["weights"] is not None and before["weights"] == now["weights"]:
-        return before, now, allowed | {"model"}
-    return before, now, allowed | {"weights"} if "model" in allowed else allowed
+        return allowed | {"model"}
+    return allowed | {"weights"} if "model" in allowed else allowed

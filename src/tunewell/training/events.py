@@ -57,7 +57,7 @@ class StepTaken:
     scale: float | None = None
     """The loss scale in fp16; None in other precisions."""
     micro_batches: int | None = None
-    """Number of micro-batches, over all ranks. 0.1.0 did not record this field and the next two."""
+    """Number of micro-batches, over all ranks."""
     computed_tokens: int | None = None
     """Tokens that this rank computed since the last event: with padding, but a shared prefix only once."""
     phases: dict[str, float] | None = None

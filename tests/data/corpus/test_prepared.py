@@ -78,22 +78,6 @@ def test_pieces_of_long_documents_and_accepted_answers_are_kept(tiny_model, tmp_
     ]
 
 
-def test_a_corpus_without_digests_is_mixed_by_its_tokens(parts, tiny_model, tmp_path):
-    """A corpus of version 0.1.0 has no digests."""
-    import shutil
-
-    old = tmp_path / "old"
-    shutil.copytree(parts[1][0], old)
-    manifest = json.loads((old / "manifest.json").read_text())
-    for split in ("train", "held_out"):
-        (old / split / "digests.npy").unlink()
-        del manifest["files"][f"{split}/digests.npy"]
-    del manifest["sha256"]
-    (old / "manifest.json").write_text(json.dumps(manifest))
-    mixed = prepare_in(tmp_path, tiny_model, [old, parts[1][0]], HELD_OUT, "data.clean.exact_duplicate=keep").manifest
-    assert mixed.documents + mixed.held_out == 600
-
-
 @pytest.mark.parametrize(
     ("source", "what"),
     [({"map": "rows.py:convert"}, "`map` cannot apply"), ({"columns": {"question": "q"}}, "`columns` cannot apply")],

@@ -1,4 +1,4 @@
-"""Profiles of finished runs: read from events, also from those of 0.1.0, which recorded no phases."""
+"""Profiles of finished runs: read from events."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,6 @@ from tunewell.core.errors import UserError
 from tunewell.features.profile.bottlenecks import covered_share, find_bottlenecks, time_by_part, verdict
 from tunewell.features.profile.finished import read_profile
 from tunewell.records.plan import write_plan
-
-OLD = Path(__file__).parents[2] / "compat" / "written_by_0_1_0" / "run_finished"
 
 
 def _write_run(folder: Path, steps: list[dict[str, Any]], **plan: Any) -> Path:
@@ -46,13 +44,6 @@ def test_a_run_that_waits_for_its_documents_says_so(tmp_path: Path) -> None:
     # All of the 60 ms fit behind the 96 ms of the rest.
     assert found.after_seconds == pytest.approx(0.096)
     assert "Reading documents takes 38% of the time: set `train.read_ahead: true`" in found.sentence
-
-
-def test_a_run_of_0_1_0_opens_and_says_what_is_missing() -> None:
-    profile = read_profile(OLD)
-    assert profile.phases == {} and profile.seconds > 0 and covered_share(profile) is None
-    assert sum(time_by_part(profile).values()) == pytest.approx(profile.total_seconds)
-    assert "recorded no phases" in profile.notes[0]
 
 
 def test_a_run_without_a_step_is_a_plain_error(tmp_path: Path) -> None:

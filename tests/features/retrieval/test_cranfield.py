@@ -41,7 +41,7 @@ def test_postgres_ranks_like_the_folder(shared_data, tmp_path, monkeypatch):
         number, _, name, is_right = line.split()
         if int(is_right) > 0:
             judged.setdefault(int(number), set()).add(name)
-    embedder = open_embedder("wordllama")
+    embedder = open_embedder("minilm")
     vectors = embedder.embed(questions, is_query=True)
     server = PostgresServer()
     try:

@@ -41,18 +41,18 @@ def test_no_passage_is_longer_than_the_embedder_reads(text, title, max_tokens):
     st.text(st.characters(exclude_categories=["C"]), max_size=200),
     st.sampled_from(["# {}\n\n{}", "| a |\n|---|\n| {} |\n| {} |", "- {}\n- {}", "{}\n{}"]),
 )
-def test_no_passage_is_longer_than_wordllama_reads(text, form):
+def test_no_passage_is_longer_than_minilm_reads(text, form):
     """A real tokenizer counts other things than words: joined pieces can have more tokens than their sum."""
-    embedder = _wordllama()
+    embedder = _minilm()
     content = read_markdown(form.format(text * 3, text * 5).encode("utf-8", "replace"))
     document = Document("a.md", "", text[:100] or "T", content)
     found = list(cut(document, count_tokens=embedder.count_tokens, max_tokens=48))
     assert all(size <= 48 for size in embedder.count_tokens([passage.searched for passage in found]))
 
 
-def _wordllama(opened: list = []):  # noqa: B006  opened once
+def _minilm(opened: list = []):  # noqa: B006  opened once
     if not opened:
-        opened.append(open_embedder("wordllama"))
+        opened.append(open_embedder("minilm"))
     return opened[0]
 
 

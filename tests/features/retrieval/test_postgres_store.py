@@ -13,6 +13,7 @@ from fault_points import Killed
 from postgres_server import PostgresServer
 from sample_files import write_pages
 from test_indexing import content_of
+from tiny_embedder import write_tiny_embedder
 from toy_embedder import ToyEmbedder
 
 from forked import in_child, run_command
@@ -280,9 +281,9 @@ def test_the_password_is_in_no_file_and_on_no_screen(server, tmp_path):
     """The command prints the address, keeps a work folder for it and writes a manifest."""
     docs = write_pages(tmp_path / "docs", 3)
     address = server.address("secret").replace("postgres@", f"postgres:{SECRET}@")
-    cache = Path(os.environ["TUNEWELL_CACHE"])
+    cache, embedder = Path(os.environ["TUNEWELL_CACHE"]), write_tiny_embedder(tmp_path / "embedder")
     for more in ([], ["--json"]):
-        command = ["index", str(docs), "--store", address, "--embedder", "wordllama", *more]
+        command = ["index", str(docs), "--store", address, "--embedder", str(embedder), *more]
         done = run_command(*command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert SECRET not in done.stdout + done.stderr

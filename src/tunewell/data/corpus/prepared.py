@@ -8,7 +8,6 @@ The result equals a corpus that was prepared from all rows at once, under these 
 - Copies that an earlier mix made count once. Pieces of long documents stay pieces.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -126,23 +125,10 @@ def _offsets(splits: tuple[Split, Split], of_split: npt.NDArray[np.int64]) -> np
 
 
 def _digests(split: Split, index: int) -> npt.NDArray[np.uint64]:
-    """Return the stored digests of a document, or digests of its tokens in a corpus of an older version."""
-    stored = split.digests
-    if stored is not None:
-        found = np.array(stored[index], dtype=np.uint64)
-    else:
-        found = token_digests(*split.arrays(index))
+    """Return the stored digests of a document, distinct for each piece."""
+    found = np.array(split.digests[index], dtype=np.uint64)
     found[0] ^= np.uint64(int(split.index["piece_start"][index]) * _PIECE % 2**64)
     return found
-
-
-def token_digests(ids: npt.NDArray[np.int32], labels: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
-    """Return digests of the tokens of a document, and of those before its last reply."""
-    supervised = np.flatnonzero(labels != -100)
-    starts = supervised[np.flatnonzero(np.diff(supervised, prepend=-2) > 1)]
-    question = ids[: int(starts[-1])] if len(starts) else ids
-    parts = [hashlib.blake2b(part.tobytes(), digest_size=DIGEST_BYTES).digest() for part in (ids, question)]
-    return np.concatenate([np.frombuffer(b"".join(parts), dtype="<u8"), np.zeros(1, dtype="<u8")])
 
 
 def _as_bytes(digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:

@@ -102,10 +102,8 @@ class Split:
         return self._read(read_columns, "documents.arrow")
 
     @cached_property
-    def digests(self) -> npt.NDArray[np.uint64] | None:
-        """Return the digests of every document (see `DIGESTS`), or None in a corpus of an older version."""
-        if not (self.folder / DIGESTS).is_file():
-            return None
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """Return the digests of every document (see `DIGESTS`)."""
         return self._read(_read_digests, DIGESTS)
 
     @cached_property

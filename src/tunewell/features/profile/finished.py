@@ -13,7 +13,7 @@ _RARE = frozenset({"evaluate", "answers", "save", "save_wait"})
 
 
 def read_profile(folder: Path) -> Profile:
-    """Return the profile of a run; raise UserError if it has no steps. Runs of 0.1.0 have no phases."""
+    """Return the profile of a run; raise UserError if it has no steps."""
     plan = read_plan(folder)
     events = read_events(folder / "events.jsonl")
     steps = [event for event in events if event.get("kind") == "step"]
@@ -23,7 +23,6 @@ def read_profile(folder: Path) -> Profile:
         )
     phases = _means(steps)
     kept = {name: seconds for name, seconds in phases.items() if name not in _RARE}
-    notes = [] if phases else ["the run was made by 0.1.0, which recorded no phases; `--steps 20` measures them"]
     train: dict[str, Any] = plan.config.get("train", {})
     return Profile(
         made_by=plan.made_by,
@@ -51,7 +50,6 @@ def read_profile(folder: Path) -> Profile:
             "evaluate.every_steps": plan.evaluate_every.value,
             "checkpoints.every_steps": plan.save_every.value,
         },
-        notes=notes,
     )
 
 

@@ -94,10 +94,10 @@ class Profile(Record):
     tokens: float
     """Tokens of the documents."""
     computed_tokens: float | None = None
-    """Tokens that were computed, with padding; None if a run of 0.1.0 did not record it."""
+    """Tokens that were computed, with padding; None if the run did not record it."""
     micro_batches: float | None = None
     phases: dict[str, float]
-    """Seconds by phase, without evaluations and checkpoints. Empty for a run of 0.1.0, which recorded none."""
+    """Seconds by phase, without evaluations and checkpoints."""
     seconds: float
     """Seconds of a step, without evaluations and checkpoints."""
     evaluation: Rare | None = None

@@ -39,7 +39,7 @@ def command(
     ] = None,
     embedder: Annotated[
         str,
-        typer.Option(metavar="NAME", help="`minilm`, `wordllama`, a sentence-transformers folder, or `URL#MODEL`."),
+        typer.Option(metavar="NAME", help="`minilm`, a sentence-transformers folder, a hub name, or `URL#MODEL`."),
     ] = "minilm",
     language: Annotated[
         str, typer.Option(metavar="NAME", help="Language of the word search: `auto`, `english`, ..., or `none`.")

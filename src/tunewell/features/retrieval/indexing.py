@@ -140,7 +140,7 @@ def _open_old(store: type[Store], address: str, embedder: Embedder) -> tuple[Sto
         raise UserError(
             f"the index was made with the embedder `{old.manifest.embedder.name}`, not with `{embedder.name}`",
             where=shown_address(address),
-            fix=f"use `--embedder {old.manifest.embedder.name}`, or another folder with `--out`",
+            fix=f"name another folder with `--out`, or use `--embedder {old.manifest.embedder.name}`",
         )
     return old, []
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tunewell.core.errors import UserError
 from tunewell.data.reading_prompt import Passage
-from tunewell.features.retrieval.embedders.base import Embedder, open_embedder
+from tunewell.features.retrieval.embedders.base import Embedder, UnknownEmbedder, open_embedder
 from tunewell.features.retrieval.records import rebuild_command
 from tunewell.features.retrieval.stores.base import Hits, Store, open_store, shown_address
 from tunewell.features.retrieval.words import words
@@ -146,7 +146,15 @@ def open_retriever(address: str) -> Retriever:
     """Open an index with the embedder it was made with; raise UserError if either is missing or has changed."""
     store = open_store(address)
     record = store.manifest.embedder
-    embedder = open_embedder(record.name)
+    try:
+        embedder = open_embedder(record.name)
+    except UnknownEmbedder as error:
+        arguments = ["minilm" if own == record.name else own for own in store.manifest.arguments]
+        raise UserError(
+            f"the index was made with the embedder `{record.name}`, which is not there",
+            where=shown_address(address),
+            fix=f"create another index with `{rebuild_command('index-minilm', arguments)}`",
+        ) from error
     if embedder.sha256 != record.sha256:
         raise UserError(
             f"the embedder `{record.name}` is not the one that the index was made with",

@@ -1,7 +1,6 @@
 """The embedder protocol, and how an embedder is found by its name.
 
-`auto` is all-MiniLM-L6-v2 in a pinned revision, from the hub cache, the hub or an installed package with the same
-weights. An index records the hash of the weights and refuses another embedder.
+An index records the hash of the weights and refuses another embedder.
 """
 
 from collections.abc import Callable
@@ -13,9 +12,14 @@ import numpy as np
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.registry import Entry, Registry
+from tunewell.model_files.files import HUB_ID
 
 OnBatch = Callable[[list[int], np.ndarray], None]
 """Receives the indices of some texts and their vectors, as soon as they are computed."""
+
+
+class UnknownEmbedder(UserError):
+    """Raised for a name that is no embedder on this machine."""
 
 
 class Embedder(Protocol):
@@ -42,42 +46,31 @@ class Embedder(Protocol):
 
 
 _HERE = "tunewell.features.retrieval.embedders"
-EMBEDDERS = Registry(
+_EMBEDDERS = Registry(
     "embedder",
     [
-        Entry(
-            "minilm",
-            "all-MiniLM-L6-v2, 384 dimensions. The default.",
-            f"{_HERE}.sentence_transformer:open_minilm",
-        ),
-        Entry(
-            "wordllama",
-            "Averaged word vectors: weaker, fast, without torch.",
-            f"{_HERE}.wordllama:WordLlama",
-        ),
-    ],
-)
-
-
-_BY_ADDRESS = Registry(
-    "embedder",
-    [
+        Entry("minilm", "all-MiniLM-L6-v2, 384 dimensions.", f"{_HERE}.sentence_transformer:open_minilm"),
         Entry("folder", "A sentence-transformers folder.", f"{_HERE}.sentence_transformer:open_folder"),
+        Entry("hub", "A sentence-transformers model of the hub.", f"{_HERE}.sentence_transformer:open_hub"),
         Entry("server", "A server with OpenAI's API.", f"{_HERE}.server:EmbeddingServer"),
     ],
 )
 
 
 def open_embedder(name: str) -> Embedder:
-    """Open an embedder by name: `minilm`, `wordllama`, a sentence-transformers folder, or `http://HOST/v1#MODEL`."""
-    if name in EMBEDDERS.names():
-        return EMBEDDERS.load(name)()
-    if is_url(name):
-        return _BY_ADDRESS.load("server")(name)
-    if Path(name).expanduser().is_dir():
-        return _BY_ADDRESS.load("folder")(name)
-    known = ", ".join(f"`{known}`" for known in EMBEDDERS.names())
-    raise UserError(
-        f"unknown embedder `{name}`",
-        fix=f"use {known}, a sentence-transformers folder, or an address like `http://localhost:8080/v1#MODEL`",
-    )
+    """Open an embedder: `minilm`, a sentence-transformers folder, a hub name, or `http://HOST/v1#MODEL`."""
+    if name == "minilm":
+        kind = name
+    elif is_url(name):
+        kind = "server"
+    elif Path(name).expanduser().is_dir():
+        kind = "folder"
+    elif HUB_ID.fullmatch(name) and not name.startswith("."):
+        kind = "hub"
+    else:
+        raise UnknownEmbedder(
+            f"unknown embedder `{name}`",
+            fix="use `minilm`, a sentence-transformers folder, a hub name like `BAAI/bge-small-en-v1.5`, or an "
+            "address like `http://localhost:8080/v1#MODEL`",
+        )
+    return _EMBEDDERS.load(kind)(name)

