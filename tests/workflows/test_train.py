@@ -26,7 +26,6 @@ from forked import Command, run_command
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.machine.facts import cpu_facts
-from tunewell.records.checkpoint import read_manifest, write_manifest
 from tunewell.records.events import read_events
 from tunewell.records.plan import Chosen, read_plan
 from tunewell.records.rundir import read_outcome
@@ -275,18 +274,6 @@ def test_a_resume_on_other_weights_is_refused_and_on_the_same_ones_elsewhere_goe
     assert refused.returncode == 2 and "`--allow-change weights`" in refused.stderr, refused.stderr
     allowed = _train(project, "--resume", "--model", "base", "--allow-change", "weights", sets=lora)
     assert allowed.returncode == 0, allowed.stderr
-
-
-def test_a_run_from_before_there_were_fingerprints_goes_on(project: Path) -> None:
-    """Old run formats open for ever."""
-    short = ("train.max_steps=2",)
-    assert _train(project, sets=short).returncode == 0
-    folder = project / "run" / "checkpoints" / "step-000002"
-    manifest = read_manifest(folder)
-    identity = {name: value for name, value in manifest.identity.items() if name != "weights"}
-    write_manifest(folder, manifest.model_copy(update={"identity": identity}))
-    resumed = _train(project, "--resume", sets=short)
-    assert resumed.returncode == 0 and "changed on resume" not in resumed.stderr, resumed.stderr
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from tunewell.features.retrieval.indexing import build_index
 from tunewell.features.retrieval.search import Retriever
 from tunewell.features.retrieval.stores.base import open_store
 
-pytestmark = pytest.mark.shared
+pytestmark = [pytest.mark.shared, pytest.mark.slow]  # the embedder takes minutes on two cores
 WEIGHTS = (0.0, 0.6, 1.0)
 
 
