@@ -32,7 +32,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "map.md": _map(),
         ROOT / "docs" / "reference" / "commands.md": _commands(),
         ROOT / "docs" / "reference" / "config.md": _config(),
-        **_failures(),
+        **(_failures() if (PACKAGE / "features" / "diagnose").is_dir() else {}),
     }
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from tunewell.cli import main as frame
 from tunewell.cli.main import main
-from tunewell.features.diagnose.diagnose import diagnose
 
 # Made here from parts, so that no scanner takes this file for a leak.
 PASSWORD, TOKEN = "Zq7vK2" + "xPw9", "hf_" + "Ab3dE6gH9jK2" + "mN5pQ8sT1vW4yZ7x"
@@ -148,6 +147,8 @@ def test_the_value_of_a_secret_variable_is_on_no_screen(
 
 def test_a_secret_at_the_edge_of_a_shortened_line_is_replaced() -> None:
     """A long line is cut around the match; half of a password has no name before it."""
+    from tunewell.features.diagnose.diagnose import diagnose
+
     for gap in range(40, 110):
         text = f"{'x ' * 900}PGPASSWORD='{PASSWORD * 3}' {'y' * gap} CUDA out of memory {'z ' * 900}"
         assert PASSWORD[:4] not in str(diagnose(text)[0])
