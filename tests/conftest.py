@@ -2,11 +2,15 @@
 
 import atexit
 import gc
+import json
 import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,15 +23,13 @@ os.environ["AWS_EC2_METADATA_DISABLED"] = "true"  # no test asks the metadata se
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of a test that asks for two sleep instead of spinning
 
-# Outputs of base models must not outlive the tests, which would then measure nothing. Other caches only save time.
-if "TUNEWELL_CACHE" not in os.environ:
-    _cache = Path(tempfile.mkdtemp(prefix="tunewell-test-cache-"))
-    _real = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunewell"
-    for _name in ("compiled", "probes", "tokenizers"):
-        (_real / _name).mkdir(parents=True, exist_ok=True)
-        (_cache / _name).symlink_to(_real / _name)
-    os.environ["TUNEWELL_CACHE"] = str(_cache)
-    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+# One folder for everything that tests write outside their own folders: caches start empty, and nothing is left behind.
+# Worker processes inherit it. `pytest --basetemp FOLDER` keeps the folders of tests.
+if "TUNEWELL_TESTS_FOLDER" not in os.environ:
+    _folder = tempfile.mkdtemp(prefix="tunewell-tests-")
+    os.environ |= {"TUNEWELL_TESTS_FOLDER": _folder, "TMPDIR": _folder, "TUNEWELL_CACHE": str(Path(_folder) / "cache")}
+    atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+tempfile.tempdir = None
 
 # A busy machine is slow at times; that is no failure of what is tested.
 settings.register_profile(
@@ -68,6 +70,46 @@ for _folder in (
 # Imports create two million objects that live as long as the process. Each full collection walked all of them (half a
 # second), and in forked children each walk copied their pages too.
 gc.disable()
+
+_SLOW_SECONDS = Path(__file__).with_name("slow_seconds.json")
+"""Seconds of each slow test, written by `pytest -m slow --record-slow`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that choose slow tests by their time."""
+    parser.addoption("--slow-seconds", type=float, help="run the shortest slow tests, which take this long together")
+    parser.addoption("--record-slow", action="store_true", help="write the seconds of the tests that run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--slow-seconds`, leave out the slow tests that do not fit; a test without a record does not fit."""
+    limit = config.getoption("slow_seconds")
+    if limit is None:
+        return
+    known: dict[str, float] = json.loads(_SLOW_SECONDS.read_text(encoding="utf-8"))
+    order = sorted(known, key=lambda name: (known[name], name))
+    totals = accumulate(known[name] for name in order)
+    chosen = {name for name, total in zip(order, totals, strict=True) if total <= limit}
+    left_out = [item for item in items if item.get_closest_marker("slow") and _function(item.nodeid) not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in {*left_out}]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """With `--record-slow`, write the seconds of each test that ran, over those of earlier runs."""
+    if not config.getoption("record_slow"):
+        return
+    seconds = Counter[str]()
+    for report in (one for reports in terminalreporter.stats.values() for one in reports if hasattr(one, "duration")):
+        seconds[_function(report.nodeid)] += report.duration
+    known = json.loads(_SLOW_SECONDS.read_text(encoding="utf-8")) if _SLOW_SECONDS.is_file() else {}
+    known |= {name: round(time, 1) for name, time in seconds.items()}
+    _SLOW_SECONDS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _function(nodeid: str) -> str:
+    """Return the id of a test without its parameters."""
+    return nodeid.partition("[")[0]
 
 
 def pytest_collection_finish() -> None:

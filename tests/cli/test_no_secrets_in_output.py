@@ -161,7 +161,7 @@ def test_a_connection_string_is_not_the_name_of_a_folder(leaks: Callable[[], lis
     assert leaks() == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_leaves_no_secret_in_its_files(
     monkeypatch: pytest.MonkeyPatch, leaks: Callable[[], list[str]], tiny_model: Path
 ) -> None:

@@ -264,7 +264,7 @@ def test_a_section_on_the_command_line_is_named_with_its_option():
     assert load({"packing": {"long_documents": "drop"}}, "packing=256").config.packing.long_documents == "drop"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_dump_of_sft_config_needs_two_changes():
     """Its 120 keys are TRL's defaults; only what would differ here is refused, and the rest is counted."""
     trl = importlib.import_module("trl")

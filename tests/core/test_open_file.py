@@ -113,7 +113,7 @@ def test_an_atomic_write_does_not_use_a_link_in_the_place_of_its_temporary_file(
     assert diary.read_text() == DIARY and (tmp_path / "new").read_text() == "text"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "arguments"),
     [

@@ -44,7 +44,7 @@ def spoiled(tiny_model, folder, parts):
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_an_error(tiny_model, tmp_path, name):
     """Guards the process: both ended it, one with a raw PanicException and one with 3 GB of memory."""

@@ -412,7 +412,7 @@ def first_reply(row):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize(
     ("name", "function", "batch", "num_rows", "expected"),
@@ -447,7 +447,7 @@ def test_a_tree_of_messages_is_not_taken_for_text(shared_data, tiny_model, tmp_p
     assert (result["rows_in"], list(result["sources"][0]["formats"])) == (100, ["openassistant"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize(("cut", "num_rows"), [("line", 32_777), ("paragraph", 7_099), ("file", 1)])
 def test_shakespeare_is_cut_as_asked(cut, num_rows, shared_data, tiny_model, tmp_path):

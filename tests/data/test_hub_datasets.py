@@ -127,7 +127,7 @@ def run(folder: Path, model: Path, path: str, *extra: str, code: int = 0) -> str
     return done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_split_of_a_data_set_is_prepared_and_its_commit_recorded(hub, tiny_model, tmp_path):
     run(tmp_path / "a", tiny_model, "hf://datasets/team/carded")
     manifest = read_manifest(tmp_path / "a" / "corpus")
@@ -192,7 +192,7 @@ def test_a_name_that_the_hub_does_not_allow_is_named(hub, tiny_model, tmp_path):
         build(tmp_path, tiny_model, "hf://datasets/team/a--b")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_plain_hub_id_is_understood_where_it_cannot_be_a_path(hub, tiny_model, tmp_path):
     """`--data tatsu-lab/alpaca` ended in "the folder `tatsu-lab` does not exist either"."""
     run(tmp_path / "a", tiny_model, "team/plain")

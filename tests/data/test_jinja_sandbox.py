@@ -273,7 +273,7 @@ def survivors(limits: str, names: Iterable[str], *expected: str) -> list[Any]:
     return [end for end in ends if end[2]["outcome"] not in expected or end[2]["seconds"] > 2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bombs_are_stopped_on_any_thread():
     """A template that came with a model must not be able to hang a run or eat the machine."""
     assert not survivors(SMALL_LIMITS, LIMITED, "limit")

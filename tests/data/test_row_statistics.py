@@ -56,7 +56,7 @@ def test_texts_without_questions_are_plain(tmp_path: Path):
     assert found.num_rows == 2 and found.is_plain_text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize("name", ["gsm8k", "banking77", "pubmedqa", "wikisql_mlx", "self_instruct"])
 def test_estimates_are_near_a_real_tokenizer(shared_data: Path, name: str):

@@ -385,7 +385,7 @@ def test_a_file_that_is_named_may_be_a_link(tmp_path):
     assert len(find_files("in/link.jsonl", base=tmp_path)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.txt.gz", "rows.json.gz"])
 @pytest.mark.parametrize("blank", [b"\n", b" \r\n", "\n".encode("utf-16-le")], ids=["LF", "CRLF", "UTF-16"])
 def test_megabytes_of_blank_lines_are_refused(tmp_path, name, blank):
@@ -730,7 +730,7 @@ print(len(items), getattr(items[0], "reason", "ok") if items else "none", grown)
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt", "rows.jsonl.gz", "rows.jsonl.zst"])
 def test_a_file_of_one_endless_line_is_passed_over_in_little_memory(name, tmp_path):
     """A 100 MB line stands for one of any size: what is held is a block, not the line."""

@@ -111,7 +111,7 @@ def test_a_damaged_vocabulary_is_said_to_be_one(tmp_path, vocabulary, change, sa
         load_tokenizer(path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.shared
 def test_smollm2_gives_llama_cpps_ids_on_all_of_gsm8k():
     """Taking GPT-2's rules for this file, as transformers does, changes 88 of the texts."""

@@ -303,7 +303,7 @@ def test_derived_keys_judge_realistic_answers_as_the_true_values_do():
     assert sum(derived == is_right for derived, _, is_right in found) >= 0.97 * len(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_results_of_gsm8k_are_read_and_judged():
     """Guards final numbers: intermediate results, units, separators and other results."""

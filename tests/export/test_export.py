@@ -307,7 +307,7 @@ def test_an_export_that_is_not_proven_leaves_nothing_that_looks_finished(
     assert "removed" in done.notes[-1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_proof_is_made_in_a_process_of_its_own_and_can_be_repeated(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = export(whole / "adapter", to=("adapter",), out=out)

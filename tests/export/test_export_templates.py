@@ -77,7 +77,7 @@ def _texts(out: Path, **arguments: Any) -> list[str]:
 # The clock.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_template_with_a_clock_is_proven_on_the_day_of_training_and_keeps_its_clock(
     tuned: Path, tmp_path: Path
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_clock_that_never_shows_is_not_spoken_of() -> None:
 # Arguments.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_arguments_of_training_are_in_every_saved_template(tuned: Path, tmp_path: Path) -> None:
     """They were lost: what was trained to answer behind an empty thought was asked without one."""
     adapter = _speaking(tuned, tmp_path, THINKS)

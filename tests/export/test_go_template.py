@@ -24,7 +24,7 @@ from tunewell.export.ollama.template import GoTemplate, derive_go_template
 from tunewell.model_files.files import locate
 from tunewell.model_files.gguf import read_metadata
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "go" / "render.go"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -91,7 +91,7 @@ def adapter_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "num_texts"), [(10, 400), pytest.param(200, 3_000, marks=pytest.mark.slow)])
 def test_edits_of_the_tokenizer_that_change_ids_are_caught(
     adapter_export: Path, tmp_path: Path, number: int, num_texts: int

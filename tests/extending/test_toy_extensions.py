@@ -87,7 +87,7 @@ def test_a_toy_optimizer_trains_and_resumes(tiny_model: Path) -> None:
     assert state["all/num_updates"] == 5, "the state went through the checkpoint"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_toy_tracker_gets_a_run_and_a_hanging_one_costs_no_step(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +120,7 @@ def _sent_steps() -> list[Any]:
     return [step for step in steps if step[1]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_run_is_sent_by_the_command_and_its_resume_continues_the_record(tiny_model: Path) -> None:
     """`kill -9` ends the thread of the tracker too. What was not sent is sent once, by whoever comes first."""
     (rows := Path("rows.jsonl")).write_text("".join(json.dumps(row(number)) + "\n" for number in range(30)))

@@ -124,7 +124,7 @@ def found(folder: Path) -> tuple[int, int]:
     return newest.step, best.step
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 4])
 def test_kill_9_at_every_write_flush_move_and_removal_of_a_save(server, start, tmp_path, step):
     """The one before or the new one, each whole, with nothing left over; also when a step is saved again."""
@@ -179,7 +179,7 @@ def test_every_file_is_flushed_before_the_manifest_and_everything_before_the_mov
     ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ended_at_any_touch_of_the_disk_the_next_run_saves_as_if_nothing_was(start, tmp_path):
     """The same without processes: here the next run goes on, saves the same step and has to end with the same files."""
     shutil.copytree(start, tmp_path / "undisturbed")
@@ -232,7 +232,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(start, share):
     assert found(start) == (8, 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("places", [[(os, "mkdir")], [(os, "fsync")], [(os, "rename")]], ids=lambda p: p[0][1])
 def test_a_folder_that_cannot_be_written_is_tried_three_times_and_told_once(start, number, places, monkeypatch):

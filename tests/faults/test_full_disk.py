@@ -27,7 +27,7 @@ def old(tiny_model, tmp_path):
     return tree(tmp_path / "corpus"), rows_file(rows, 40)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_wherever_the_disk_fills_up_the_old_corpus_stays_and_the_next_run_ends_well(old, tiny_model, tmp_path):
     """Parts, staged tokens, shards, index, tokenizer, manifest: none may break what was there."""
     before, rows = old

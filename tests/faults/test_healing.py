@@ -95,7 +95,7 @@ def told(row: int, fault: str, seed: int, run: Run, ending: Ending, **figures: A
     }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("row", "fault"),
@@ -123,7 +123,7 @@ def test_out_of_memory_changes_nothing_but_the_cut(
     assert_sound(run)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_document_that_fits_only_with_its_layers_computed_twice(
     tmp_path: Path, record_property: Any, seed: int
@@ -135,7 +135,7 @@ def test_a_document_that_fits_only_with_its_layers_computed_twice(
     assert not run.learner.model.is_gradient_checkpointing, "the next steps do without"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_out_of_memory_within_a_layer_that_is_computed_twice(tmp_path: Path, record_property: Any, seed: int) -> None:
     """What the half-finished layer has set up must not meet the next try; torch 2.11 keeps it while the error lives."""
@@ -316,7 +316,7 @@ def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> N
     assert_sound(run)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at", [pytest.param(5, marks=pytest.mark.faults), 11, pytest.param(17, marks=pytest.mark.faults)]
 )
@@ -388,7 +388,7 @@ def test_a_bad_document_among_single_ones_whose_losses_differ_is_found(tmp_path:
     assert set(run.healing.quarantine) == {7}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_loss_that_leaves_late_goes_back_to_where_it_was_low(tmp_path: Path) -> None:
     """Though two checkpoints were saved since: the one before the lowest loss is kept."""
     plan = {"num_steps": 90, "save_every": 4, "evaluate_every": 90, "learning_rate": 1e-3}
@@ -518,7 +518,7 @@ def test_memorised_rows_are_overfitting_and_not_divergence(tmp_path: Path) -> No
     assert {entry.name for entry in treated(tmp_path / "run")} == {"overfitting"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("has_held_out", "every", "named_at"), [(True, 12, 36), (True, 6, 24), (False, 6, 18)])
 def test_a_loss_that_stays_flat_is_named_as_soon_as_it_is_clear(
     tmp_path: Path, has_held_out: bool, every: int, named_at: int

@@ -129,6 +129,7 @@ def kill_at_random_moments(preparer: Preparer, folder: Path, *, rows: int, momen
     assert seen["killed"] >= 4, seen
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_kill_9_at_random_moments_never_breaks_a_corpus(preparer, tmp_path):
     """Power buttons, out-of-memory killers and closed laptops choose their own moment."""
@@ -152,7 +153,7 @@ def moments(step, seen):
             yield from range(late - step + 1, late)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_old", "step"),
     [(True, 4), (False, 4), *(pytest.param(old, 1, marks=pytest.mark.faults) for old in (True, False))],

@@ -23,7 +23,7 @@ from tunewell.training.engine import train
 from tunewell.training.events import StepTaken
 from tunewell.training.run import resume
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 STEPS = 28
 # 23 documents in steps of 2 are 12 steps an epoch, so 28 steps are over two epochs; dropout is on.
@@ -140,6 +140,7 @@ def test_a_run_of_any_method_that_is_killed_ends_as_if_it_had_not_been(tmp_path:
     _kill_at_step(tmp_path, 3, step, method)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("method", ["adamw8bit", "galore"])
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
@@ -149,6 +150,7 @@ def test_a_run_with_small_states_killed_at_every_step_ends_as_if_it_had_not_been
     _kill_at_step(tmp_path, 3, step, method)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("accumulation", PLANS)
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
@@ -178,6 +180,7 @@ def test_a_run_killed_at_a_write_ends_as_if_it_had_not_been(tmp_path: Path, call
     assert _kill_at_write(tmp_path, call)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("block", range(12))
 def test_a_run_killed_at_every_write_ends_as_if_it_had_not_been(tmp_path: Path, block: int) -> None:

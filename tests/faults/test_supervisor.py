@@ -100,7 +100,7 @@ def test_an_end_of_its_own_is_an_end(watched: Any, tmp_path: Path, code: int) ->
     assert (tmp_path / "starts").read_text() == "x" and not (tmp_path / "healing.jsonl").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "name", "words"),
     [
@@ -293,7 +293,7 @@ def alone(folder: Path, script: str, *, stopped_seconds: float = 5.0, **how: Any
     return subprocess.Popen([sys.executable, "-c", ALONE, str(folder), str(stopped_seconds)], **how)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SIGTSTP", "SIGSTOP"])
 def test_a_pause_is_no_hang(tmp_path: Path, kind: str) -> None:
     """Ctrl-Z stops the supervisor, which stops the run; docker and schedulers stop both."""
@@ -419,7 +419,7 @@ def project(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -455,6 +455,7 @@ def test_a_real_run_goes_on_where_it_died(project: Path, record_property: Any, k
         assert "in around_batch" in (project / "run" / "stacks.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_run_whose_supervisor_is_killed_saves_and_leaves(project: Path) -> None:
     """Whoever ends the command with kill -9 means the run."""

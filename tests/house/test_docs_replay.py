@@ -11,7 +11,7 @@ from tunewell.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [ROOT / "README.md", *(pytest.param(page, marks=pytest.mark.long) for page in GUIDES)]
+PAGES = [ROOT / "README.md", *(pytest.param(page, marks=pytest.mark.slow) for page in GUIDES)]
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _TIME = re.compile(r"\b\d+(\.\d+)? (ms|s)\b")
 

@@ -68,7 +68,7 @@ def answers(models: Any) -> dict[str, list[tuple[list[int], bool]]]:
     }
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.long), 8, None])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8, None])
 @pytest.mark.parametrize("kind", ["bare", "adapter"])
 def test_answers_are_those_of_transformers_token_for_token(
     models: Any, answers: Any, kind: str, batch_size: int | None

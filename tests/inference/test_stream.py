@@ -77,7 +77,7 @@ def pair(request, tmp_path_factory):
     return model.eval(), theirs.eval()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_forty_prompts_are_answered_as_by_transformers_and_peft(pair):
     """The bar: chat and validate say what transformers says, one by one and eight at a time, adapter or not."""
     model, theirs = pair

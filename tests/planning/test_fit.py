@@ -101,7 +101,7 @@ def test_a_card_on_which_a_run_does_not_fit_lists_what_does(load: Load, card: st
     assert any(rung.fits for rung in ladder) is (model != "70b")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_card_lists_a_change_that_fits_or_none_does(load: Load, model: str, method: str) -> None:

@@ -165,7 +165,7 @@ def test_the_speeds_are_compared_in_rows_and_not_in_iterations():
     assert findings(log)[0] != "unknown"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("sets", [(), ("method.modules_to_save=[embed_tokens,lm_head]",), ("train.precision=fp16",)])
 def test_the_stack_trains_answers_and_chats(project, sets):
     """LoRA in 16 bits with added markers crashed at the evaluation before the first step."""

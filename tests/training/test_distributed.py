@@ -151,7 +151,7 @@ def test_two_processes_with_small_states_make_the_steps_of_one(
         torch.testing.assert_close(zeroth[name], alone[name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_fails_in_one_fails_in_all_and_nobody_waits_for_one_that_is_gone() -> None:
     """Seven processes that wait for the eighth, or that call its error a bug, are what a cluster's user meets else."""
     started = _start(2, _TROUBLES, stdout=subprocess.PIPE)

@@ -51,7 +51,7 @@ class _Asking(Remembering):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 4, 7, 11])
 def test_a_run_that_was_asked_to_stop_and_resumed_is_the_run_never_stopped(tmp_path: Path, at: int) -> None:
     """Weights, optimizer and log, bit for bit, with dropout on and over the end of an epoch."""

@@ -121,7 +121,7 @@ def _tensors(run: Run) -> dict[str, torch.Tensor]:
     return _state(run.learner)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "masters"), [(name, "fp32") for name in OPTIMIZERS] + [("galore 8-bit", "bf16")])
 def test_a_resumed_run_is_the_run_never_stopped(tmp_path: Path, name: str, masters: str) -> None:
     straight = _run(tmp_path / "run", name, masters=masters)
@@ -148,7 +148,7 @@ def test_states_of_another_optimizer_are_not_loaded(tmp_path: Path) -> None:
     assert train(other).status == "finished"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_ran_out_of_memory_is_repeated_and_a_nan_is_skipped(tmp_path: Path, name: str) -> None:
     """Gradients of the failed attempt, projected or whole, and bases found from them are dropped."""
@@ -187,7 +187,7 @@ def test_a_run_from_the_library_is_not_resumed_with_another_rank(
     assert more.steps == 4 and any("optimizer states start from zero" in note for note in more.notes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_healing_rewinds_bf16_masters_and_may_go_on_in_fp32(tmp_path: Path, name: str) -> None:
     """Bases and full moments follow the dtype of their weights; codes and scales do not."""

@@ -262,7 +262,7 @@ def test_another_seed_gives_a_preset_other_weights(project: Path) -> None:
     assert "the seed of its weights is 7, not" in (error.value.where or "")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_export_is_compared_with_its_proof(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A damaged file beside its proof was used without a warning; an adapter on another base gave other answers."""
     assert main(["export", "run", "--to", "adapter,merged,gguf", "--out", "exported"]) == 0

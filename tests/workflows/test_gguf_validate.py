@@ -39,7 +39,7 @@ def judged(made: Path, name: str, out: Path, **more) -> Report:
     return validate(made / name, data=made / "rows.jsonl", out=out, **more).report
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_file_gets_the_verdict_of_its_model(made: Path, tmp_path: Path) -> None:
     """Beside its base, which may be a file or a folder."""
     expected = judged(made, "tuned", tmp_path / "folder", base=str(made / "base"), device="cpu")

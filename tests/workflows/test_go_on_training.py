@@ -191,7 +191,7 @@ def test_settings_that_do_not_fit_the_adapter_are_refused(method: dict[str, Any]
     assert fix in (error.value.fix or "") and not Path("refused").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_method_of_an_adapter_is_its_own() -> None:
     """`model: RUN` of a DoRA run was refused, because the default `method.kind` is `lora`."""
     _train("base", "dora", method={"kind": "dora", "rank": 4})

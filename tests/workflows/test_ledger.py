@@ -193,7 +193,7 @@ def key(row: Any) -> str:
     return json.dumps(row, sort_keys=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_row_stays_on_its_side_when_others_come(tiny_model, tmp_path):
     """A held-out row that is trained on after the next 100 rows were added makes every later figure a lie."""
     rng = random.Random(5)

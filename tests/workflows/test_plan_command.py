@@ -65,7 +65,7 @@ def test_the_command_prints_the_promised_keys_and_imports_no_torch(project: Path
     assert payload["micro_batch_tokens"] > 0 and payload["ladder"] == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_real_steps_predict_what_the_run_then_needs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child takes steps of the real engine, leaves nothing but the cache, and `train` uses what it measured."""
     # A run and its child both import torch, so most of the memory is equal; the steps decide the rest.
@@ -109,7 +109,7 @@ def test_a_measuring_process_that_dies_leaves_the_computed_plan(
     assert not list((project / "cache").rglob("*.json"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_plan_that_is_terminated_leaves_nothing(project: Path) -> None:
     """The measuring process went on for minutes, and its folder stayed in the temporary folder."""
     script = (

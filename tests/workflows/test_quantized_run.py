@@ -67,7 +67,7 @@ def _exported(run: Path, out: str, **options: Any) -> Exported:
 METHODS = ({"method__quantize": "nf4"}, {"method__quantize": "int8"}, {"method__kind": "dora"})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_every_export_of_a_run_is_proven(project: Path, method: dict[str, Any]) -> None:
     """Guards the base weights under the adapter: those of the training, not those of the files."""
@@ -94,7 +94,7 @@ def test_every_export_of_a_run_of_smollm2_is_proven(project: Path, method: dict[
     assert done.parity.is_ok, [check for link in done.parity.links for check in link.checks if not check.is_ok]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_the_other_base_is_another_model_and_is_proven_for_itself(project: Path, kind: str) -> None:
     """Guards `export.merge_onto`: merging onto the other base must not pass as the trained model."""

@@ -107,7 +107,7 @@ def test_a_slow_machine_gets_few_short_rows_and_few_steps(project: Path, monkeyp
     assert any("short rows" in note for note in result.notes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_is_not_disturbed(project: Path) -> None:
     arguments = ["train", "--no-validate", *(part for text in _FAST for part in ("--set", text))]
     assert run_command(*arguments, "--set", "train.max_steps=4", cwd=project).returncode == 0

@@ -84,7 +84,7 @@ def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
     assert "first step" not in done.stdout and "step 1/6" in done.stderr.replace("  ", " ")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_rate_that_makes_the_model_worse_does_not_end_as_if_all_were_well(project: Path) -> None:
     """Six steps at a rate of 1.0 raised the held-out loss from 6.2 to 12.5, and the run called that memorising."""
     sets = ("train.learning_rate=1.0", "evaluate.every_steps=1")
@@ -233,7 +233,7 @@ def test_a_refused_command_does_not_cost_the_folder(project: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "name"),
     [("train.learning_rate=1e-3", "learning_rate"), ("seed=5", "seed"), ("train.batch_documents=3", "batch_documents")],
@@ -256,7 +256,7 @@ def test_a_resume_on_other_rows_is_refused_and_they_are_named(project: Path) -> 
     assert "rows.jsonl row 41" in refused.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_resume_on_other_weights_is_refused_and_on_the_same_ones_elsewhere_goes_on(project: Path) -> None:
     """An adapter is worth nothing on weights it was not trained on; a path alone does not tell."""
     assert _train(project, "--out", "first", sets=("train.max_steps=2",)).returncode == 0
@@ -276,7 +276,7 @@ def test_a_resume_on_other_weights_is_refused_and_on_the_same_ones_elsewhere_goe
     assert allowed.returncode == 0, allowed.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow)],
@@ -353,7 +353,7 @@ def test_the_library_takes_a_mapping_and_its_run_can_be_gone_on_with(
     assert resumed.returncode == 0 and "resumed after step 2" in resumed.stderr, resumed.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_without_a_config_goes_on_by_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said by flags the first time need not be said again: the run has it."""
     (project / "tunewell.yaml").rename(project / "aside.yaml")
@@ -389,7 +389,7 @@ def test_a_change_of_something_that_is_not_there_cannot_be_allowed(project: Path
     assert not (project / "run").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu_facts().has_bf16, reason="bf16 is refused on a CPU without bf16 units")
 def test_full_training_with_bf16_masters_from_the_command_line(project: Path) -> None:
     """Checkpoints are half as large, load as a model, and are not resumed with other masters."""
@@ -415,7 +415,7 @@ def _lora_identity() -> dict[str, Any]:
     return identity_of(plan.model_copy(update={"method": Chosen(value="lora", because="a test")}), Config(), "weights")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_train_one_run(project: Path) -> None:
     """As `torchrun` starts them: the same losses as one process has, and one run folder."""
     assert _train(project, "--out", "alone").returncode == 0
@@ -468,7 +468,7 @@ def test_torchrun_restarts_only_what_can_go_on(
         assert [step for step, _ in _losses(project / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("sets", [("corpus=ABSOLUTE",), ()], ids=["corpus elsewhere", "corpus beside"])
 def test_a_run_and_its_corpus_resume_on_another_machine(
     project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...]
@@ -557,7 +557,7 @@ def test_nothing_to_train_on_is_said_and_leaves_nothing_behind(tmp_path: Path, m
     assert "tunewell init" in str(refused.value.fix) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_runs_in_one_folder_are_kept_apart(project: Path) -> None:
     longer = ("train.max_steps=40", "evaluate.samples=0")
     first = Command(*_arguments(sets=longer), cwd=project)

@@ -39,7 +39,7 @@ def _train(device: str, *sets: str, **options: Any) -> TrainResult:
     return tunewell.train("tunewell.yaml", sets=[*SETTINGS, f"device={device}", f"run={device}", *sets], **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sets",
     [
@@ -66,7 +66,7 @@ def test_a_run_on_mps_is_the_run_on_a_cpu(project: Path, sets: tuple[str, ...]) 
     assert exported.exit_code == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_on_a_wrong_device_ends_on_the_cpu(project: Path) -> None:
     """The verdict is also computed on the CPU: the wrong device would have answered the questions."""
 

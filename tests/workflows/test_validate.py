@@ -406,7 +406,7 @@ def test_a_model_with_few_positions_reads_what_it_can(base: Path, tmp_path: Path
     assert report.everyday is not None and report.everyday.documents == 40
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_runs_are_compared_both_ways(lora: TrainResult, project: Path, base: Path, tmp_path: Path) -> None:
     wishes = {"train.max_steps": 2, "train.learning_rate": 1e-4, "corpus": str(project / "lora-corpus")}
     worse = run_of(project, base, out="worse", sets=FAST | wishes).run
@@ -425,7 +425,7 @@ def test_two_runs_are_compared_both_ways(lora: TrainResult, project: Path, base:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_on_other_rows_or_tokens_are_compared_with_a_word_about_it(
     lora: TrainResult, base: Path, tiny_model: Path, tmp_path: Path
 ) -> None:

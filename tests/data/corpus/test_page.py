@@ -209,7 +209,7 @@ def test_examples_of_a_source_that_is_gone_or_changed_have_a_remark(folder, chan
     assert "an apple" not in text and "an answer" not in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_large_corpus_gives_a_small_page(tmp_path, monkeypatch, tiny_model):
     """Guards the size: 200 rows, and long ones without their middle. Every source and both splits are there."""
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ def _names(text: str) -> list[str]:
     return [finding.id for finding in diagnose_text(text).findings] or ["healthy"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_labelled_rows_are_named() -> None:
     files = [SHARED / "atlas" / name for name in ("dev.jsonl", "dev2.jsonl")]
     rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]

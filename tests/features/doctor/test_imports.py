@@ -17,7 +17,7 @@ def trial(monkeypatch, statements, **options):
     return imports.try_imports(sys.executable, list(statements), progress=lambda _: None, **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_kind_of_failure_is_reported_and_the_next_import_is_tried(monkeypatch):
     """A crash or a hang of one package must not hide the others, nor stop the doctor."""
     found = trial(

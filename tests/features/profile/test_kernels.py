@@ -56,7 +56,7 @@ def test_time_in_no_operator_is_the_host() -> None:
     assert sum_kinds(operations) == {"host": 3.0, "matmul": 4.0}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trace_of_a_step_accounts_for_what_torch_measured() -> None:
     """A name that no rule knows, or an operator outside of its phase, would drop time without a word."""
     model = tiny_llama(seed=0)

@@ -41,7 +41,7 @@ def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_child_measures_steps_and_their_parts_add_up(project: Path) -> None:
     scratch = project / "scratch"
     scratch.mkdir()

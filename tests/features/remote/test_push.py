@@ -26,7 +26,7 @@ from tunewell.features.remote.push_workflow import push
 from tunewell.features.remote.store import RemoteStore
 from tunewell.workflows.verify import verify
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -459,7 +459,7 @@ sys.exit(main(["prepare", *sys.argv[2:]]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [2, 9, pytest.param(0, marks=pytest.mark.faults)])
 def test_after_kill_9_the_next_run_ends_with_the_same_corpus(moment, bucket, tiny_model, tmp_path):
     """`faults` tries ten moments: between listing, chunks, moves into the cache and records."""

@@ -25,7 +25,7 @@ def ndcg(found: list[list[str]], judged: dict[int, set[str]]) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_postgres_ranks_like_the_folder(shared_data, tmp_path, monkeypatch):
     """Its own ranking ignores how rare a word is, and loses a quarter of the quality."""
     monkeypatch.setenv("TUNEWELL_CACHE", str(tmp_path / "cache"))

@@ -89,12 +89,13 @@ def old_index(tmp_path: Path) -> Callable[[int], tuple[str, Path]]:
     return prepare
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_update_that_is_stopped_leaves_the_old_index_or_the_new_one(old_index):
     """Each write in turn is the last one of the process."""
     assert fails_everywhere(old_index, PLACES, step=6) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("first", range(1, 6))
 def test_an_update_that_is_stopped_at_any_other_write_leaves_an_index(old_index, first):

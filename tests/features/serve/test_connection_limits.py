@@ -242,7 +242,7 @@ def test_streams_leave_the_queue(url, monkeypatch):
         assert b"[DONE]" in data
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_client_that_does_not_read_its_answer_is_cut_off(monkeypatch):
     """Otherwise each such client holds a place in the queue for ever."""
     monkeypatch.setattr(connections, "READ_SECONDS", 0.3)

@@ -53,7 +53,7 @@ def serving(folder: Path, *arguments: str, **variables: str) -> Iterator[PipedCo
         command.kill()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "token"), [(signal.SIGINT, 130, None), (signal.SIGTERM, 143, "a-token-that-nobody-guesses")]
 )

@@ -73,7 +73,7 @@ def losses_of(run: Path) -> list[Any]:
     return [(event["kind"], event["step"], event["loss"]) for event in lines]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_losses_are_those_of_separate_runs_to_the_bit(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
