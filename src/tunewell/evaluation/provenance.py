@@ -10,6 +10,7 @@ import torch
 
 from tunewell import __version__
 from tunewell.core.units import count, size_bytes
+from tunewell.core.version import made_by
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
 from tunewell.machine.facts import installed_versions, num_cores
@@ -30,7 +31,7 @@ def collect_provenance(ref: ModelRef, model: ChatModel) -> dict[str, Any]:
     run = ref.path if ref.kind == "run" else None
     healing = read_healing(run) if run else []
     return {
-        "made_by": f"tunewell {__version__}",
+        "made_by": made_by(),
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "subject": EvaluatedModel(
             name=ref.name,

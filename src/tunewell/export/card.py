@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from tunewell import __version__
 from tunewell.config.extensions import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
 from tunewell.core.redact import redact
 from tunewell.core.units import count
+from tunewell.core.version import made_by
 from tunewell.data.reading_prompt import prompt_form
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
@@ -59,7 +59,7 @@ def collect_card_facts(ref: ModelRef, model: ChatModel) -> CardFacts:
         documents=manifest.documents if manifest else None,
         plan=ref.plan,
         report=_read_report(ref.path) if ref.kind == "run" and ref.path else None,
-        made_by=f"tunewell {__version__}",
+        made_by=made_by(),
         ledger=_ledger(manifest) if manifest else "",
         notes=list(model.notes),
         prompt_form=prompt_form() if ref.is_open_book else None,

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from tunewell import __version__
 from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
+from tunewell.core.version import made_by
 from tunewell.export.preflight import require_tools
 from tunewell.export.proof.checks import check_files, damaged_files
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable, Reference
@@ -62,7 +62,7 @@ def prove_export(
         progress(Progress(stage))
         links.append(_prove_artefact(artefact, replace(context, progress=with_stage(progress, stage))))
     return Parity(
-        made_by=f"tunewell {__version__}",
+        made_by=made_by(),
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         subject=proof.subject,
         links=links,

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tunewell import __version__
 from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.fields import MethodName
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
+from tunewell.core.version import made_by
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
 from tunewell.machine.facts import DeviceFacts
@@ -151,7 +151,7 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
     has_max_steps = config.train.max_steps is not None
     why_epochs = f"the length of {count(num_steps, 'step')}" if has_max_steps else inputs.why("train.epochs")
     return Plan(
-        made_by=f"tunewell {__version__}",
+        made_by=made_by(),
         model=config.model,
         corpus=str(inputs.loaded.path(config.corpus)),
         corpus_sha256=inputs.manifest.corpus_sha256,

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tunewell import __version__
 from tunewell.core.files import is_disk_full, open_file, publish_folder, recover_publish, sync_folder, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count, size_bytes
+from tunewell.core.version import made_by
 from tunewell.records.checkpoint import (
     STAGED,
     CheckpointManifest,
@@ -66,7 +66,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None)
     for path in inner:
         sync_folder(path)
     manifest = CheckpointManifest(
-        made_by=f"tunewell {__version__}",
+        made_by=made_by(),
         step=snapshot.step,
         best_step=best_step,
         files=files,

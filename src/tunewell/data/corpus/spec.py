@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from tunewell import __version__
 from tunewell.config.load import LoadedConfig, other_configs
 from tunewell.config.open_points import require_no_open_points
 from tunewell.config.schema import Config, Data, Packing, SourceConfig
@@ -14,6 +13,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.core.version import made_by
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
@@ -113,7 +113,7 @@ def make_spec(
         packing=config.packing,
         context_limit=context_limit,
         shares=_shares(loaded),
-        made_by=f"tunewell {__version__}",
+        made_by=made_by(),
         inputs_sha256=sha256_text(*inputs),
         config=settings,
         tokenizer=TokenizerRecord(

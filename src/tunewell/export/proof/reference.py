@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedConfig
 
-from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
 from tunewell.core.units import percent
+from tunewell.core.version import made_by
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.proof.checks import Logits, check_logits, plain_settings, tokenizer_digest, vocabulary_digest
@@ -121,7 +121,7 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
             "`tunewell glossary 'other ids as a whole'`"
         )
     proof = Proof(
-        made_by=f"tunewell {__version__}",
+        made_by=made_by(),
         subject=model.ref.name,
         base=model.ref.base,
         is_lora=model.adapter is not None,

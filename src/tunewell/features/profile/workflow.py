@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell import __version__
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.progress import Progress, ProgressListener
+from tunewell.core.version import made_by
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.features.profile.bottlenecks import ProfileResult, find_bottlenecks
 from tunewell.features.profile.records import Profile
@@ -140,7 +140,7 @@ def _measure_steps(run: "Run", training: "Training", job: Job) -> Profile:
         return profile_steps(
             run,
             job.num_steps,
-            made_by=f"tunewell {__version__}",
+            made_by=made_by(),
             device_label=training.device.label,
             keeps_waits=job.keeps_waits,
             copy=_copier(corpus, job.copies, training.hooks.documents),

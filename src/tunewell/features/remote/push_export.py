@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
+from tunewell.core.version import made_by
 from tunewell.features.remote.push import PushedFile
 from tunewell.records.base import read_record
 from tunewell.records.parity import PARITY, PROOF, Parity, read_proof
@@ -45,7 +45,7 @@ def collect(place: Path) -> PushContent:
         return _export_content(place / _EXPORT, place)
     if not (place / "report.json").is_file():
         raise UserError(f"the run `{place}` has no export and no report", fix=_EXPORT_FIRST.format(place))
-    content = PushContent(about={"made_by": f"tunewell {__version__}", "kind": "report", "name": place.resolve().name})
+    content = PushContent(about={"made_by": made_by(), "kind": "report", "name": place.resolve().name})
     content.files = {"README.md": place / "README.md"} if (place / "README.md").is_file() else {}
     content.files |= {name: place / name for name in _RUN_FILES if (place / name).is_file()}
     content.notes.append(f"there is no export: only the report is pushed; {_EXPORT_FIRST.format(place)}")
@@ -67,7 +67,7 @@ def _export_content(folder: Path, run: Path | None) -> PushContent:
     if run is not None:
         content.files |= {f"run/{name}": run / name for name in _RUN_FILES if (run / name).is_file()}
     content.about = {
-        "made_by": f"tunewell {__version__}",
+        "made_by": made_by(),
         "kind": "export",
         "name": proof.subject,
         "base": proof.base,

@@ -18,11 +18,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.files import cache_folder, disk_full_as_user_error, make_private, open_file, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.core.version import made_by
 from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.documents import DocumentLedger, FoundFile, find_documents, parse, read_bytes
 from tunewell.features.retrieval.embedders.base import Embedder
@@ -105,7 +105,7 @@ def build_index(
         if old is not None:
             old.close()
         manifest = IndexManifest(
-            made_by=f"tunewell {__version__}",
+            made_by=made_by(),
             created=datetime.now().astimezone().isoformat("T", "seconds"),
             embedder=_record(embedder),
             language=chosen_language,
