@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tunewell.config.schema import Config
-from tunewell.data.row_statistics import estimate_tokens, guess_language, read_statistics
+from tunewell.core.text import likely_language
+from tunewell.data.row_statistics import estimate_tokens, read_statistics
 from tunewell.data.tokenizers.load import load_tokenizer
 
 GERMAN = "Wie kann ich mein Passwort zurücksetzen? Klicken Sie auf der Seite auf den Link und folgen Sie der Anleitung."
@@ -28,7 +29,7 @@ ENGLISH = "How can I reset my password? Click on the link on the page and follow
     ],
 )  # fmt: skip
 def test_the_language_is_guessed_or_left_open(text: str, language: str | None):
-    assert guess_language([text]) == language
+    assert likely_language(text) == language
 
 
 def test_lengths_of_rows_are_read_from_any_format(tmp_path: Path):

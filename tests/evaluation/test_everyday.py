@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tunewell.evaluation.behaviour import detect_language
+from tunewell.core.text import detect_language
 from tunewell.evaluation.session import everyday_texts
 
 

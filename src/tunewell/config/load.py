@@ -39,6 +39,7 @@ from tunewell.config.yaml_reader import (
 )
 from tunewell.core.errors import UserError, did_you_mean
 from tunewell.core.files import hub_address, is_url, open_file, short_path
+from tunewell.core.text import shorten
 from tunewell.core.units import count
 
 # Set values from the command line in the config tree and rebase relative paths.
@@ -554,4 +555,4 @@ def _shown(value: Any) -> str:
         return "a list" if isinstance(value, list) else "a section"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return repr(value) if len(repr(value)) < 60 else repr(value)[:56] + "..."
+    return shorten(repr(value), 59)

@@ -5,7 +5,6 @@ and program code get 0.91 to 1.21 of the real number of tokens.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.schema import Config
+from tunewell.core.text import likely_language
 from tunewell.data.corpus.spec import read_options, source_options
 from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object
 from tunewell.data.rows.formats import Converter
@@ -26,34 +26,14 @@ _PIECES = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_+|\n+")
 _MESSAGE_TOKENS, _CONVERSATION_TOKENS = 5, 10
 """Markers and role of a message, as in ChatML, and a short system prompt that some templates add."""
 _WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
-_SCRIPTS = {
-    "ja": r"[\u3040-\u30ff]",
-    "ko": r"[\uac00-\ud7af]",
-    "zh": r"[\u4e00-\u9fff]",
-    "ru": r"[\u0400-\u04ff]",
-    "ar": r"[\u0600-\u06ff]",
-    "he": r"[\u0590-\u05ff]",
-    "el": r"[\u0370-\u03ff]",
-    "hi": r"[\u0900-\u097f]",
-    "th": r"[\u0e00-\u0e7f]",
-}
-_COMMON_WORDS = {
-    "en": "the and of to is in that it for you with what are how this have can not",
-    "de": "der die das und ist nicht ich sie ein eine zu den mit wie auf von wir für",
-    "fr": "le la les et est des une que pas pour dans vous qui il je sur avec ce de du en",
-    "es": "el la los las y es una que por para con no se como del su qué más está de en",
-    "it": "il lo la gli di che è una per non con sono del della si come mi questo ho",
-    "pt": "os as e é um uma que não para com por como do da em se você mais de no",
-    "nl": "de het een en van ik is niet dat op te zijn voor met je hoe wat er",
-}
 LANGUAGES = {
     **{"en": "English", "de": "German", "fr": "French", "es": "Spanish", "it": "Italian", "pt": "Portuguese"},
-    **{"nl": "Dutch", "ja": "Japanese", "ko": "Korean", "zh": "Chinese", "ru": "Russian or another Cyrillic script"},
+    **{"nl": "Dutch", "sv": "Swedish", "fi": "Finnish", "hu": "Hungarian", "pl": "Polish", "cs": "Czech"},
+    **{"ro": "Romanian", "tr": "Turkish", "id": "Indonesian", "vi": "Vietnamese", "ru": "Russian", "uk": "Ukrainian"},
     **{"ar": "Arabic", "he": "Hebrew", "el": "Greek", "hi": "Hindi", "th": "Thai"},
+    **{"ja": "Japanese", "ko": "Korean", "zh": "Chinese"},
 }
-_MIN_WORDS = 12
-_CLEAR = 1.3
-"""A language is named if its common words are this many times as frequent as those of the next."""
+"""The languages that the catalogue of models names and `likely_language` can tell."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +72,6 @@ def estimate_tokens(text: str) -> int:
     return total
 
 
-def guess_language(texts: Iterable[str]) -> str | None:
-    """Return the language of some texts, or None if it is not clear."""
-    text = " ".join(texts)[:200_000]
-    letters = sum(character.isalpha() for character in text)
-    for name, script in _SCRIPTS.items():
-        if letters and len(re.findall(script, text)) > 0.2 * letters:
-            return name
-    words = Counter(re.findall(r"[^\W\d_]+", text.lower()))
-    if words.total() < _MIN_WORDS:
-        return None
-    scores = sorted(((sum(words[word] for word in own.split()), name) for name, own in _COMMON_WORDS.items()))
-    (second, _), (best, name) = scores[-2:]
-    return name if best >= 0.05 * words.total() and best > _CLEAR * second else None
-
-
 def read_statistics(config: Config, base: Path) -> RowStatistics:
     """Read the sources of a config and estimate the tokens of their rows. Raises UserError for missing files."""
     data = config.data
@@ -130,11 +95,12 @@ def read_statistics(config: Config, base: Path) -> RowStatistics:
                 num_rows = source.limit
                 break
         total += num_rows
+    language = likely_language("\n".join(texts))
     return RowStatistics(
         num_rows=total,
         lengths=tuple(lengths),
         supervised_share=supervised / max(1, sum(lengths)),
-        language=guess_language(texts),
+        language=language if language in LANGUAGES else None,
         is_plain_text=bool(lengths) and num_plain == len(lengths),
     )
 

@@ -19,11 +19,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
+from tunewell.core.text import SPACELESS, detect_language, fold, function_words
 from tunewell.core.units import count
 from tunewell.evaluation.answer_values import Value, find_values
-from tunewell.evaluation.behaviour import detect_language, function_words
 from tunewell.evaluation.matching import is_refusal, is_short_reference
-from tunewell.inference.degeneration import SPACELESS, fold
 
 Origin = Literal["answers", "value", "derived", "whole reference"]
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tunewell.core.text import shorten
 from tunewell.evaluation.intervals import compare_pair, difference_record
 from tunewell.evaluation.measurements import cluster_numbers
 from tunewell.records.events import plain
@@ -163,5 +164,4 @@ def flat_settings(tree: Mapping[str, Any], front: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "nothing" if value is None else shorten(str(value), 60)

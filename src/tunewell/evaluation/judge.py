@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tunewell.core.text import SPACELESS_LETTER, fold, function_words
 from tunewell.evaluation.answer_keys import AnswerKey, polarity, split_tokens
 from tunewell.evaluation.answer_values import Value, find_values
-from tunewell.evaluation.behaviour import function_words
 from tunewell.evaluation.matching import is_refusal, match, stands_alone
-from tunewell.inference.degeneration import SPACELESS_LETTER, fold
 
 JUDGE = "answer keys, version 2"
 """Name of this judge in reports. Change the number when equal answers are judged differently."""

@@ -7,10 +7,11 @@ from statistics import fmean
 from typing import Literal
 
 from tunewell.config.rules import VerdictRules
+from tunewell.core.text import shorten_line
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.held_out import num_auto
 from tunewell.evaluation.answer_reasons import answers_improved
-from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, short_loss, shorten, soften, suggest_rate
+from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, short_loss, soften, suggest_rate
 from tunewell.records.manifest import MIN_TO_JUDGE
 from tunewell.records.report import LossPair, Reason
 
@@ -38,7 +39,7 @@ def weights_not_finite(measured: Measurements) -> Iterator[Reason]:
     """Yield a reason if weights are NaN or infinite."""
     if measured.bad_weights:
         values = sum(measured.bad_weights.values())
-        names = [f"{shorten(name)} ({count(number)})" for name, number in measured.bad_weights.items()]
+        names = [f"{shorten_line(name)} ({count(number)})" for name, number in measured.bad_weights.items()]
         path = shlex.quote(measured.model_path)
         yield Reason(
             code="weights_not_finite",
@@ -64,7 +65,7 @@ def loss_not_finite(measured: Measurements) -> Iterator[Reason]:
             level="FAIL",
             what=f"{count(len(bad), 'measurement')} of the tuned model {'is' if len(bad) == 1 else 'are'} not finite "
             "(NaN or infinite).",
-            example=", ".join(shorten(name) for name in bad[:5]),
+            example=", ".join(shorten_line(name) for name in bad[:5]),
             next=f"Validate on the CPU, in fp32: `tunewell validate {path} --device cpu`. If that does not help, set "
             f"{suggest_rate(measured, 1 / 3)} and train again.",
         )
@@ -122,7 +123,7 @@ def over_fitted_or_not_learned(measured: Measurements, rules: VerdictRules) -> I
             code="little_gain",
             level="WEAK",
             what=f"The held-out loss fell as a whole, but not on {count(len(sources), 'source')}: "
-            f"`{shorten(worst.name)}` {short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)} "
+            f"`{shorten_line(worst.name)}` {short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)} "
             f"on {count(worst.documents, 'row')}.",
             next=f"Inspect its rows with {measured.inspect_command}, or set a larger `share` for it in `data.sources`.",
         )
@@ -242,4 +243,4 @@ def _worst_source(measured: Measurements) -> str | None:
         return None
     _, worst = min(gains, key=lambda entry: entry[0])
     losses = f"{short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)}"
-    return f"the source that improved least: {shorten(worst.name)}, {losses}"
+    return f"the source that improved least: {shorten_line(worst.name)}, {losses}"

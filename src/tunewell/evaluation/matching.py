@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 
-from tunewell.inference.degeneration import SPACELESS, SPACELESS_LETTER, fold, is_punctuation
+from tunewell.core.text import SPACELESS, SPACELESS_LETTER, fold, is_punctuation, space_out
 
 SHORT_WORDS = 30
 """Maximum number of words in a reference for which an answer counts as right or wrong: one or two sentences with a
@@ -179,4 +179,4 @@ def _squad_words(text: str) -> list[str]:
     """Split text as SQuAD v1.1 does: lower case, no punctuation or articles; by character in scripts without spaces."""
     # Punctuation is removed before articles, as in the official script.
     bare = "".join(letter for letter in fold(text) if not is_punctuation(letter))
-    return SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", re.sub(r"\b(a|an|the)\b", " ", bare)).split()
+    return space_out(re.sub(r"\b(a|an|the)\b", " ", bare)).split()

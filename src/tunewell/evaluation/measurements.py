@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tunewell.core.text import shorten_line
 from tunewell.evaluation.intervals import share_interval
 from tunewell.evaluation.matching import is_short_reference
 from tunewell.records.report import Answer, AnswerCounts, AnsweredQuestion, LogitChange, LossPair
@@ -107,17 +108,11 @@ def short_loss(loss: float) -> str:
     return f"{loss:.2f}" if loss >= 0.1 else f"{loss:.2g}" if loss >= 0.0001 else "under 0.0001"
 
 
-def shorten(text: str, max_chars: int = 100) -> str:
-    """Return a text on one line, truncated to `max_chars`."""
-    line = " ".join(text.split())
-    return line if len(line) <= max_chars else line[: max_chars - 3].rstrip() + "..."
-
-
 def quote_answer(question: AnsweredQuestion, *, with_reference: bool = False) -> str:
     """Return the question, the answer and optionally the reference on one line."""
-    answer = f'"{shorten(question.tuned.text)}"' if question.tuned.text.strip() else "(empty)"
-    expected = f' (expected: "{shorten(question.reference, 60)}")' if with_reference else ""
-    return f'question: "{shorten(question.question)}", answer: {answer}{expected}'
+    answer = f'"{shorten_line(question.tuned.text)}"' if question.tuned.text.strip() else "(empty)"
+    expected = f' (expected: "{shorten_line(question.reference, 60)}")' if with_reference else ""
+    return f'question: "{shorten_line(question.question)}", answer: {answer}{expected}'
 
 
 def suggest_rate(measured: Measurements, factor: float) -> str:

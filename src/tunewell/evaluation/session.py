@@ -20,11 +20,12 @@ from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.core.files import short_path
 from tunewell.core.progress import Progress, ProgressListener, with_stage
+from tunewell.core.text import shorten_line
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Split
 from tunewell.evaluation.base_cache import BaseCache, BaseQuestions
 from tunewell.evaluation.judge import contains_key
-from tunewell.evaluation.measurements import Measurements, cluster_numbers, count_answers, shorten
+from tunewell.evaluation.measurements import Measurements, cluster_numbers, count_answers
 from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import collect_provenance
 from tunewell.evaluation.rows import EvaluationSet
@@ -242,7 +243,7 @@ class EvaluationSession:
             self.judged = judged = judged_questions(self.questions, split, self.rows.corpus, model)
         if judged.keys:
             record = judged.record([])
-            shown = ", ".join(f'"{shorten(example.key, 40)}"' for example in record.examples)
+            shown = ", ".join(f'"{shorten_line(example.key, 40)}"' for example in record.examples)
             self.progress(Progress(f"judging by {record.describe()}: {shown}"))
         given = [key for key in judged.keys if key.origin in ("answers", "value")]
         num_other = sum(not contains_key(key.reference, key) for key in given if not key.is_polar)

@@ -10,6 +10,7 @@ from datetime import date as Day
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.text import shorten
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 
 # No two of these dates share a day of the month, a month, a year or a weekday. A given date shares each of these four
@@ -127,8 +128,7 @@ def _literal(value: Any, name: str) -> str:
 
 
 def _format_arguments(arguments: Mapping[str, Any]) -> str:
-    text = ", ".join(f"{name} = {_literal(value, name)}" for name, value in arguments.items())
-    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+    return shorten(", ".join(f"{name} = {_literal(value, name)}" for name, value in arguments.items()), _MAX_CHARS)
 
 
 def _renders_differ(template: ChatTemplate, other: ChatTemplate) -> bool:

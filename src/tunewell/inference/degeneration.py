@@ -1,14 +1,13 @@
 """Detect degenerate answers: empty, looping, or an echo of the question. They need no judge and no second model."""
 
 import re
-import string
-import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tunewell.core.text import split_words
 from tunewell.records.report import Fault
 
 BLANK = " \t\r\n\u200b\ufeff"
@@ -26,33 +25,6 @@ def find_degeneration(text: str, *, ids: Sequence[int], ended: bool, question: s
     if is_loop(text, ids=ids, ended=ended, reference=reference):
         return "loops"
     return "echo" if is_echo(text, question=question, reference=reference) else None
-
-
-# Words.
-
-_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u2060\ufeff\u00ad"))
-_ONE_SPELLING = str.maketrans({"’": "'", "‘": "'", "ʼ": "'", "−": "-", "‐": "-", "–": "-", "—": " ", "―": " "})
-SPACELESS = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-"""Thai, Lao, Burmese, Khmer, Kana and Han: scripts without spaces between words."""
-SPACELESS_LETTER = re.compile(f"[{SPACELESS}\U00020000-\U0003ffff]")
-
-
-def split_words(text: str) -> list[str]:
-    """Split text into words without case and punctuation; in scripts without spaces, each character is a word."""
-    letters = (" " if is_punctuation(letter) else letter for letter in fold(text))
-    return SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", "".join(letters)).split()
-
-
-def fold(text: str) -> str:
-    """Return a text without differences in case, width, invisible characters and the form of quotes and dashes."""
-    plain = unicodedata.normalize("NFKC", text.translate(_INVISIBLE)).translate(_ONE_SPELLING)
-    # casefold() can undo the normalisation, for example of U+0345.
-    return unicodedata.normalize("NFKC", plain.casefold())
-
-
-def is_punctuation(letter: str) -> bool:
-    """Return True for ASCII and Unicode punctuation."""
-    return letter in string.punctuation or unicodedata.category(letter).startswith("P")
 
 
 # Echoes.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunewell.core.progress import Progress
+from tunewell.core.text import shorten_line
 from tunewell.core.units import count
 from tunewell.models.load import not_finite_names
 from tunewell.records.healing import ActionName, HealingEntry
@@ -187,7 +188,7 @@ class Healer:
         faults = sorted({_FAULT_WORDS[sample.fault] for sample in faulty if sample.fault})
         answers = [sample.answer for sample in faulty[:_SHOWN_ANSWERS]]
         steps = " and ".join(count(step) for step in history.degenerate)
-        shown = ", ".join(f'"{_one_short_line(answer)}"' for answer in answers)
+        shown = ", ".join(f'"{shorten_line(answer, _SHOWN_CHARS)}"' for answer in answers)
         share = "all" if len(faulty) == len(event.samples) else f"{len(faulty)} of"
         words = f"{share} {len(event.samples)} sample answers {' or '.join(faults)} at steps {steps}: {shown}"
         # A model with random weights repeats a few tokens until it has learned to answer.
@@ -353,11 +354,6 @@ class Healer:
 
 def _metrics(event: dict[str, Any]) -> StepMetrics:
     return StepMetrics(**{key: event[key] for key in event if key in StepMetrics.__dataclass_fields__})
-
-
-def _one_short_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 3] + "..."
 
 
 def _where(cause: Cause) -> str:

@@ -5,7 +5,7 @@ from toy_embedder import ToyEmbedder
 
 from tunewell.features.retrieval.indexing import build_index
 from tunewell.features.retrieval.stores.base import open_store
-from tunewell.features.retrieval.words import LANGUAGES, detect_language, words
+from tunewell.features.retrieval.words import LANGUAGES, index_language, words
 
 TEXTS = {
     "english": "The fees of the college are due on the first day of the month, and they have to be paid in full.",
@@ -25,13 +25,13 @@ TEXTS = {
 @pytest.mark.parametrize("language", TEXTS)
 def test_the_language_of_documents_is_found(language):
     """A German text with English stems finds nothing by its plural."""
-    assert detect_language([TEXTS[language]] * 3) == language
+    assert index_language([TEXTS[language]] * 3) == language
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["1234 5678"], ["x = y + z; return z"]])
 def test_text_without_a_language_has_none(texts):
     """Code, numbers and an empty sample."""
-    assert detect_language(texts) == "none"
+    assert index_language(texts) == "none"
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -20,6 +20,7 @@ from tunewell.cli.screens.numbers import (
 from tunewell.cli.screens.run_state import RunState
 from tunewell.core.launcher import is_first
 from tunewell.core.progress import Progress
+from tunewell.core.text import shorten
 from tunewell.core.units import count, duration, size_bytes
 from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, RunStarted, StepTaken
 
@@ -151,8 +152,8 @@ class LogLines:
             f"{self._step_label(event.step)}{' ' * _LOSS_CHARS}  held-out {format_loss(event.loss):>6}  {best}{found}"
         )
         for sample in event.samples[:1]:
-            self._write(f"  asked: {_cut(one_line(sample.question))}")
-            self._write(f"  reply: {_cut(one_line(sample.answer))}")
+            self._write(f"  asked: {shorten(one_line(sample.question), _LINE_CHARS)}")
+            self._write(f"  reply: {shorten(one_line(sample.answer), _LINE_CHARS)}")
 
     def close(self) -> None:
         """Do nothing, because the lines stay on the screen."""
@@ -191,7 +192,3 @@ def checklist_lines(start: RunStarted) -> str:
     """Return the check list before the first step."""
     rows = [[f"  {item.name}", "-" if item.state == "unknown" else item.state, item.value] for item in start.checklist]
     return f"checked before step {count(start.first_step + 1)}:\n{folded_table(rows, gap=2)}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LINE_CHARS else text[: _LINE_CHARS - 3] + "..."

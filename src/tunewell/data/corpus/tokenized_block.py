@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tunewell.config.schema import Clean
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, sha256_text, write_atomic
+from tunewell.core.text import shorten
 from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
 from tunewell.data.masking.masker import Masker, Plan
 from tunewell.data.rows.cleaning import DIGEST_BYTES, Digests, clean, find_possible_secrets, find_secrets
@@ -190,7 +191,7 @@ def render_block(block: Block, pipeline: RowPipeline) -> RenderedBlock:
         except Rejected as rejected:
             _raise_if_configured(rejected, pipeline, number)
             rendered.status.append(rendered.reason_code(rejected.reason))
-            rendered.details.append(_truncate(rejected.detail))
+            rendered.details.append(shorten(rejected.detail, _DETAIL_CHARS))
         else:
             rendered.status.append(0)
     return rendered
@@ -212,18 +213,13 @@ def _parse_and_map(block: Block, pipeline: RowPipeline) -> list[Any]:
     return values
 
 
-def _truncate(detail: str) -> str:
-    """Shorten a detail, which may quote a row of several megabytes."""
-    return detail if len(detail) <= _DETAIL_CHARS else f"{detail[:_DETAIL_CHARS]}..."
-
-
 def _raise_if_configured(rejected: Rejected, pipeline: RowPipeline, number: int) -> None:
     is_bad_row = rejected.reason in _BAD_ROW_REASONS and pipeline.clean.bad_rows == "error"
     is_bad_text = rejected.reason == "bad_text" and pipeline.clean.bad_text == "error"
     if is_bad_row or is_bad_text:
         key = "data.clean.bad_text" if is_bad_text else "data.clean.bad_rows"
         raise UserError(
-            f"{rejected.reason}: {_truncate(rejected.detail)}".rstrip(": "),
+            f"{rejected.reason}: {shorten(rejected.detail, _DETAIL_CHARS)}".rstrip(": "),
             where=f"{pipeline.source} row {number}",
             fix=f"correct the row, or set `{key}: drop` to drop and count such rows",
         )

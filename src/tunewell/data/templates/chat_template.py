@@ -22,6 +22,7 @@ from jinja2.exceptions import TemplateError
 from jinja2.runtime import Context
 
 from tunewell.core.errors import UserError
+from tunewell.core.text import shorten
 from tunewell.data.rows.conversation import Message, is_list
 from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
 
@@ -41,7 +42,9 @@ def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -
         size = _plain_size(messages) + _plain_size(tools)
     for message in messages:
         if type(message) is not dict:
-            raise TemplateFailed(f"a message must be an object with a role and content: {shorten(repr(message))}")
+            raise TemplateFailed(
+                f"a message must be an object with a role and content: {shorten(repr(message), _SHOWN_CHARS)}"
+            )
     for tool in tools or ():
         if type(tool) is not dict:
             raise TemplateFailed("a tool must be a JSON schema (an object)")
@@ -102,11 +105,7 @@ def plain_data(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def shorten(text: str) -> str:
-    """Shorten a text for an error message."""
-    return text if len(text) <= 500 else text[:500] + "..."
-
-
+_SHOWN_CHARS = 500
 BUILTIN_NAMES = ("chatml", "zephyr", "llama3", "gemma", "alpaca", "instruct", "human-assistant")
 SIZE_LIMIT_CHARS = 4_000_000
 
@@ -238,9 +237,9 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise TemplateLimit("the template or the conversation is nested too deeply") from error
         except TemplateError as error:
-            raise TemplateFailed(shorten(str(error.message))) from error
+            raise TemplateFailed(shorten(str(error.message), _SHOWN_CHARS)) from error
         except _TEMPLATE_ERRORS as error:
-            raise TemplateFailed(shorten(f"{type(error).__name__}: {error}")) from error
+            raise TemplateFailed(shorten(f"{type(error).__name__}: {error}", _SHOWN_CHARS)) from error
 
     def question_in(self, prompt: str) -> str:
         """Return the last message of the user in a decoded prompt.

@@ -6,13 +6,14 @@ Model output is escaped, so it cannot open a table cell, mention a user, add a l
 import re
 
 from tunewell.core.html import CODE, EMPTY, single_line, visible
+from tunewell.core.text import shorten
 from tunewell.core.units import count
 from tunewell.evaluation.report.view import (
+    ELLIPSIS,
     FAULT_WORDS,
     all_metrics,
     answer_mark,
     judge_sentences,
-    shortened,
     sorted_answers,
     source_metrics,
 )
@@ -57,7 +58,7 @@ def escaped(value: object, max_chars: int = _MAX_CELL) -> str:
 
 def prose(value: str) -> str:
     """Return a sentence of the report as Markdown, with parts between backticks as code."""
-    text = shortened(single_line(value), _MAX_SENTENCE)
+    text = shorten(single_line(value), _MAX_SENTENCE, mark=ELLIPSIS)
     parts = enumerate(CODE.split(text))
     written = "".join(f"`{part}`" if index % 2 and part.strip() else _plain(part) for index, part in parts)
     is_long = len(written) > 2 * _MAX_SENTENCE
@@ -65,7 +66,7 @@ def prose(value: str) -> str:
 
 
 def _cell(value: object, max_chars: int = _MAX_CELL) -> str:
-    return _plain(shortened(single_line(value), max_chars), limit=2 * max_chars)
+    return _plain(shorten(single_line(value), max_chars, mark=ELLIPSIS), limit=2 * max_chars)
 
 
 def _plain(text: str, limit: int | None = None) -> str:
@@ -80,7 +81,7 @@ def _plain(text: str, limit: int | None = None) -> str:
 
 def fenced(value: str) -> str:
     """Return a text as a code block that the text cannot close."""
-    text = shortened(visible(value), _MAX_BLOCK)
+    text = shorten(visible(value), _MAX_BLOCK, mark=ELLIPSIS)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(longest + 1, 3)
     return f"{fence}text\n{text}\n{fence}"

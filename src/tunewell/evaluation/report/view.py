@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tunewell.core.html import single_line, visible
+from tunewell.core.text import shorten
 from tunewell.core.units import count, percent
 from tunewell.records.report import Answer, AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report
 from tunewell.runs.loss_curve import format_loss
@@ -22,16 +23,12 @@ FAULT_WORDS = {
 
 
 _SMALL_RATIO = 1.5
+ELLIPSIS = "\u2026"
 
 
 def answer_mark(answer: Answer) -> str:
     """Return `right`, `wrong` or `refused` for a judged answer."""
     return "right" if answer.right else "refused" if answer.is_refusal else "wrong"
-
-
-def shortened(text: str, max_chars: int) -> str:
-    """Truncate a text to `max_chars` characters, with an ellipsis."""
-    return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "\u2026"
 
 
 def loss(value: float | None) -> str:
@@ -267,7 +264,7 @@ def judge_sentences(report: Report) -> list[str]:
     if judge is None or not judge.origins:
         return []
     facts = f"{count(sum(judge.origins.values()), 'question')} on {count(judge.clusters, 'fact')}"
-    examples = ", ".join(f'"{shortened(single_line(example.key), 60)}"' for example in judge.examples)
+    examples = ", ".join(f'"{shorten(single_line(example.key), 60, mark=ELLIPSIS)}"' for example in judge.examples)
     found = [f"Judged by {judge.describe()}, such as {examples}; {facts}."]
     if judge.difference is not None:
         result = judge.difference.result

@@ -16,6 +16,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from tunewell.core.files import read_text, sha256_file, sha256_text
+from tunewell.core.text import shorten
 from tunewell.core.units import count
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer
@@ -91,8 +92,8 @@ def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str
         probe, text = wrong[0]
         start = max(0, shared_prefix_length(probe.text, text) - 10)
         message = (
-            f"the chat template renders {shorten(text[start:])}; training rendered {shorten(probe.text[start:])}; "
-            f"{len(wrong)} of {total} differ"
+            f"the chat template renders {short_repr(text[start:])}; training rendered "
+            f"{short_repr(probe.text[start:])}; {len(wrong)} of {total} differ"
         )
     elif proof.model and proof.model.template_sha256 not in (None, sha256_text(source)):
         wrong = [(proof.probes[0], source)]
@@ -108,7 +109,7 @@ def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, libra
         if ids != whole_ids:
             at = shared_prefix_length(ids, whole_ids)
             expected, found = whole_ids[at : at + 3], ids[at : at + 3]
-            wrong.append(f"at token {at} of {shorten(probe.text)}, {library} has {found}; training had {expected}")
+            wrong.append(f"at token {at} of {short_repr(probe.text)}, {library} has {found}; training had {expected}")
     total = count(len(proof.probes), "conversation")
     message = f"{wrong[0]}; {len(wrong)} of {total} differ" if wrong else f"{library} tokenizes {total} as in training"
     return Check(name="token ids", is_ok=not wrong, words=message, figures={"wrong": len(wrong)})
@@ -288,13 +289,13 @@ def _tokenizer_problems(path: Path, tokenizer: Any, facts: ModelFacts) -> list[s
     wrong = [plain for plain in facts.plain_texts if list(tokenizer(plain.text)["input_ids"]) != plain.ids]
     if wrong:
         total = count(len(facts.plain_texts), "plain text")
-        problems.append(f"{len(wrong)} of {total} get other token ids, the first is {shorten(wrong[0].text)}")
+        problems.append(f"{len(wrong)} of {total} get other token ids, the first is {short_repr(wrong[0].text)}")
     return problems
 
 
 def _differences(file_name: str, found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [
-        f"`{key}` in `{file_name}` is {shorten(found.get(key))}; expected {shorten(expected.get(key))}"
+        f"`{key}` in `{file_name}` is {short_repr(found.get(key))}; expected {short_repr(expected.get(key))}"
         for key in sorted({*found, *expected})
         if found.get(key) != expected.get(key)
     ]
@@ -344,7 +345,6 @@ def _hash(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def shorten(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the repr of a value, truncated to 40 characters."""
-    text = repr(value)
-    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+    return shorten(repr(value), _MAX_CHARS)

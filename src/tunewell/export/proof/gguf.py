@@ -27,7 +27,7 @@ from tunewell.export.proof.checks import (
     check_stop,
     check_template,
     gguf_vocabulary_digest,
-    shorten,
+    short_repr,
 )
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.proof.tensors import (
@@ -120,7 +120,7 @@ def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_id
     if facts.license:
         expected["general.license"] = facts.license
     problems = [
-        f"`{key}` is {shorten(found.get(key))}; expected {shorten(value)}"
+        f"`{key}` is {short_repr(found.get(key))}; expected {short_repr(value)}"
         for key, value in expected.items()
         if not _is_same(found.get(key), value)
     ]

@@ -12,7 +12,7 @@ import torch
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
-from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop, shorten
+from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop, short_repr
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
 from tunewell.inference.runtime import last_logits
@@ -111,7 +111,7 @@ def _check_base(folder: Path, context: ProofContext) -> list[Check]:
     if context.base is None or named == context.base or _is_same_path(named, context.base):
         return []
     message = (
-        f"verified on `{context.base}` (`--base`), but `adapter_config.json` names {shorten(named)}, which other "
+        f"verified on `{context.base}` (`--base`), but `adapter_config.json` names {short_repr(named)}, which other "
         "programs will load; correct `base_model_name_or_path` there if that is another model"
     )
     return [Check(name="base", is_ok=True, is_warning=True, words=message)]

@@ -10,10 +10,10 @@ from tunewell.core.errors import UserError
 from tunewell.core.features import find_hook, require_hook
 from tunewell.core.files import is_url
 from tunewell.core.progress import Progress, ProgressListener, with_stage
+from tunewell.core.text import fold, shorten_line
 from tunewell.core.units import count
 from tunewell.data.question_rows import read_questions
 from tunewell.evaluation.columns import ColumnComparison, CompareOptions, UsedKey, compare_columns
-from tunewell.evaluation.measurements import shorten
 from tunewell.evaluation.passages import PassageIndex, Shown, key_finder
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.features.compare.measure import Exam, read_exam
@@ -21,7 +21,6 @@ from tunewell.features.compare.model_judge import ModelJudge, read_labels
 from tunewell.features.compare.recommendation import recommend
 from tunewell.features.compare.subjects import ColumnSession, SearchedIndex, Subject
 from tunewell.inference.chat_model import open_without_weights
-from tunewell.inference.degeneration import fold
 from tunewell.inference.model_ref import ModelRef
 from tunewell.runs.resolve import resolve_model
 
@@ -139,7 +138,7 @@ def _exam(
         model = open_without_weights(ref, device=options.device)
         exam = read_exam(model, rows, number=options.num_questions, needs_keys=options.judge is None)
         notes = list(rows.notes)
-    shown = ", ".join(f'"{shorten(key.text, 40)}"' for key in exam.keys[:3] if key.text)
+    shown = ", ".join(f'"{shorten_line(key.text, 40)}"' for key in exam.keys[:3] if key.text)
     progress(Progress(f"judging {count(len(exam.keys), 'answer')} by keys such as {shown}"))
     for subject in subjects if options.data is not None else []:
         ref = subject.ref

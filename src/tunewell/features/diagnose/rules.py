@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from itertools import pairwise
 
+from tunewell.core.text import shorten_line
 from tunewell.features.diagnose.findings import Evidence
 from tunewell.features.diagnose.readers import TrainingLog, read_log
 from tunewell.training.health import Finding as SeriesFinding
@@ -43,7 +44,9 @@ def read_facts(text: str, *, first_line: int = 1, every: int = 1) -> tuple[Facts
         evidence = rule(lines)
         notes = evidence if isinstance(evidence, dict) else dict.fromkeys(evidence, "")
         if notes:
-            facts[name] = [Evidence(first_line + at, _shorten(lines[at]), note=notes[at]) for at in sorted(notes)]
+            facts[name] = [
+                Evidence(first_line + at, shorten_line(lines[at], _LONGEST), note=notes[at]) for at in sorted(notes)
+            ]
     return facts, log
 
 
@@ -125,12 +128,7 @@ def _evidence_of(finding: SeriesFinding, lines: list[str], first_line: int, log:
         best = next((at for at in metric if wants_nan and _NOT_FINITE.search(lines[at])), None)
     if best is None:
         best = next((at for at in metric if any(key in lines[at] for key in keys)), metric[0] if metric else 0)
-    return Evidence(first_line + best, _shorten(lines[best]), note=finding.words)
-
-
-def _shorten(line: str) -> str:
-    line = " ".join(line.split())
-    return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."
+    return Evidence(first_line + best, shorten_line(lines[best], _LONGEST), note=finding.words)
 
 
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?)"

@@ -42,7 +42,7 @@ from tunewell.features.retrieval.stores.base import (
     shown_address,
     store_class,
 )
-from tunewell.features.retrieval.words import LANGUAGES, detect_language
+from tunewell.features.retrieval.words import LANGUAGES, index_language
 from tunewell.records.plan import Chosen
 
 _BLOCK = 1024
@@ -254,7 +254,7 @@ def _language(language: str, spool: Spool) -> Chosen[str]:
     if language != "auto":
         return Chosen[str](value=language, because="set with `--language`")
     sample = [passage.text for passage, _ in zip(spool.passages(), range(_LANGUAGE_PASSAGES), strict=False)]
-    found = detect_language(sample)
+    found = index_language(sample)
     because = "the frequent words of the documents" if found != "none" else "no language with a stemmer was recognised"
     return Chosen[str](value=found, because=because)
 

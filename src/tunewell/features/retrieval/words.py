@@ -1,33 +1,23 @@
 """The words of a text for the word search: lower case, stemmed, without stop words. The same in every store."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from tunewell.core.optional import import_optional
-from tunewell.inference.degeneration import SPACELESS_LETTER
+from tunewell.core.text import likely_language, space_out
 
-# Frequent short words, enough to recognise a language with a stemmer. `none` keeps words as they are.
-_FREQUENT = {
-    "english": "the of and to is are was that for with this from you have",
-    "german": "der die das und ist nicht ein eine mit für auf von den dem sich werden",
-    "french": "le la les des et est dans une pour que qui sur avec pas",
-    "spanish": "el la los las de que en una es por con para del se",
-    "italian": "il lo la gli di che è una per non con sono della del",
-    "portuguese": "os as de que em uma é para com não do da no na",
-    "dutch": "de het een en van is dat op te zijn voor met niet aan",
-    "swedish": "och att det som en är på för med av den till inte har",
-    "danish": "og at det som en er på for med af den til ikke har",
-    "norwegian": "og at det som en er på for med av den til ikke har",
-    "finnish": "ja on ei se että oli mutta ovat kun tai niin kuin myös joka",
-    "russian": "и в не на что он с как это по но из для от",
+_STEMMERS = {
+    **{"en": "english", "de": "german", "fr": "french", "es": "spanish", "it": "italian", "pt": "portuguese"},
+    **{"nl": "dutch", "sv": "swedish", "fi": "finnish", "hu": "hungarian", "ru": "russian"},
+    **{"tr": "turkish", "ro": "romanian", "el": "greek", "ar": "arabic", "TAMIL": "tamil"},
 }
+"""The stemmer of a language that `likely_language` knows, besides Danish and Norwegian."""
 _WITHOUT_STOP_WORDS = ("turkish", "romanian", "greek", "arabic", "tamil")
-LANGUAGES = (*sorted((*_FREQUENT, "hungarian", *_WITHOUT_STOP_WORDS)), "none")
-"""Languages with a stemmer, and `none`."""
-_MIN_SHARE = 0.08
+LANGUAGES = (*sorted((*_STEMMERS.values(), "danish", "norwegian")), "none")
+"""Languages with a stemmer, and `none`, which keeps words as they are."""
+_DANISH, _NORWEGIAN = re.compile(r"\b(?:af|efter|ud|meget|uden|mod)\b"), re.compile(r"\b(?:av|etter|ut|mye|uten|mot)\b")
 _MAX_BYTES = 80
 """Longer words are codes or noise."""
 
@@ -46,19 +36,13 @@ def _analyzer(language: str) -> Any:
 
 def words(text: str, language: str) -> list[str]:
     """Return the searchable words of a text in order. A letter of Chinese, Japanese or Thai is a word of its own."""
-    return _analyzer(language).analyze(SPACELESS_LETTER.sub(r" \g<0> ", text))
+    return _analyzer(language).analyze(space_out(text))
 
 
-def detect_language(texts: Iterable[str]) -> str:
+def index_language(texts: Iterable[str]) -> str:
     """Return the language of most texts, or `none` if it has no stemmer or cannot be told."""
-    found, total = Counter[str](), 0
-    known = {language: frozenset(line.split()) for language, line in _FREQUENT.items()}
-    for text in texts:
-        letters = re.findall(r"\w+", text.lower())
-        total += len(letters)
-        for language, frequent in known.items():
-            found[language] += sum(word in frequent for word in letters)
-    if not total or not found:
-        return "none"
-    language, number = found.most_common(1)[0]
-    return language if number / total >= _MIN_SHARE else "none"
+    text = "\n".join(texts)
+    language = likely_language(text)
+    if language == "da/no":
+        return "danish" if len(_DANISH.findall(text)) >= len(_NORWEGIAN.findall(text)) else "norwegian"
+    return _STEMMERS.get(language or "", "none")

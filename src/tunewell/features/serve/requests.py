@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
+from tunewell.core.text import shorten
 from tunewell.core.units import count
 from tunewell.inference.decoder import Decoding
 
@@ -205,4 +206,4 @@ def _path(location: tuple[int | str, ...]) -> str | None:
 
 def shortened(text: str) -> str:
     """Return a client's text for an error message, which must not be as long as the request."""
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+    return shorten(text, _MAX_SHOWN_CHARS)

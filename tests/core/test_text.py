@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunewell.evaluation.behaviour import detect_language, detect_script
+from tunewell.core.text import detect_language, detect_script
 
 SENTENCES = {
     "en": "We were late because the train had stopped between two stations, but they kept our table for us.",
