@@ -77,6 +77,7 @@ soak: setup ## train, kill, resume and evaluate in a loop with random faults; MI
 
 release: setup ## build the wheel and the sdist of HEAD into dist/, the same bytes on every machine
 	$(BIN)/python tests/house/release.py --out dist
+	$(BIN)/python docs/generate.py --release dist/docs
 
 check: lint types contracts ## lint, format, types, import contracts, the default tests and ten minutes of the slow ones
 	$(PYTEST) -m "$(HERE)" --slow-seconds 600
@@ -91,7 +92,7 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-docs: setup ## write the generated pages: docs/map.md and docs/reference/
+docs: setup ## write the generated pages: docs/map.md and the table of packages in CONTRIBUTING.md
 	$(BIN)/python docs/generate.py
 
 counts: setup ## how large the code is, how many functions a training step enters, and what grew

@@ -22,11 +22,6 @@ def test_docs_are_sentences():
     assert odd == []
 
 
-def test_the_glossary_in_the_docs_is_the_one_that_ships():
-    """One source: src/tunewell/config/glossary.md; copy it to docs/glossary.md after a change."""
-    assert (DOCS / "glossary.md").read_text(encoding="utf-8") == glossary_text()
-
-
 def test_every_entry_of_the_glossary_is_read():
     """A line the parser misses is a word that cannot be looked up."""
     assert glossary_text().count("\n- ") == len(entries())

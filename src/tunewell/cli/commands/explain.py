@@ -1,4 +1,4 @@
-"""`tunewell explain`: show what a config key means."""
+"""`tunewell explain`: show what a config key or a failure means."""
 
 import json as json_module
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunewell.cli.options import AsJson, ConfigFile
-from tunewell.cli.render import emit, folded_table, hanging, json_text
+from tunewell.cli.render import emit, folded_table, hanging, json_text, one_line
 from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,18 +21,24 @@ def command(
         str | None,
         typer.Argument(
             metavar="KEY",
-            help="A key or a section, such as `packing.context_length` or `packing`. Default: list all keys.",
+            help="A key or a section, such as `packing.context_length` or `packing`, or a failure, such as `oom-cuda`. "
+            "Default: list all keys.",
         ),
     ] = None,
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> None:
-    """Explain a config key: meaning, values, default and current value."""
+    """Explain a config key (meaning, values, default, current value) or a failure (cause, fix for each tool)."""
     from tunewell.config.explain import explain, explain_all
+    from tunewell.config.keys import all_keys
+    from tunewell.core.features import require_hook
 
     if key is None:
         listed = explain_all()
         emit(json_text({"keys": dict(listed)}) if json else folded_table(listed))
+    elif key not in all_keys() and ("-" in key or key == "overfitting"):
+        page = require_hook("diagnose", "failure_page", needed_by=f"the page of `{key}`")(key)
+        emit(json_text(asdict(page)) if json else _failure(page))
     else:
         found = explain(key, _loaded(config))
         emit(json_text(asdict(found)) if json else _page(found))
@@ -62,6 +68,15 @@ def _page(found: "Explanation") -> str:
     if found.aliases:
         facts.append(("aliases", ", ".join(found.aliases)))
     return "\n".join([*lines, *(["", folded_table(facts)] if facts else [])])
+
+
+def _failure(page: Any) -> str:
+    parts = [page.title, hanging("  ", f"{page.id}, {page.about}")]
+    parts += [f"{heading}\n{hanging('  ', text)}" for heading, text in page.sections.items()]
+    if page.fixes:
+        parts.insert(4, folded_table([(f"  {tool}", text) for tool, text in page.fixes.items()]))
+    messages = [hanging("  ", one_line(text)) for text in page.messages]
+    return "\n\n".join([*parts, *(["Recognised by\n" + "\n".join(messages)] if messages else [])])
 
 
 def _shown(value: Any) -> str:

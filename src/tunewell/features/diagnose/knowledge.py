@@ -1,7 +1,7 @@
 """Load the knowledge about failures: one TOML file per failure class in `signatures/`.
 
 The part of a file above `[page]` holds the signatures and is parsed when the knowledge is loaded. `[page]` holds the
-texts: cause, fixes, an example. It is parsed when a finding needs it. `docs/failures/README.md` explains the format.
+texts: cause, fixes, an example. It is parsed when a finding needs it. `signatures/README.md` explains the format.
 """
 
 import tomllib

@@ -83,7 +83,7 @@ class HealthStop(RuntimeError):
         where = f"\n  where: {place}" if place else ""
         super().__init__(f"step {count(step)}: {what}{where}\n  found: {name}\n  log:   {log}\n  fix:   {fix}")
         self.name = name
-        """Id of the failure, as `tunewell diagnose` and `docs/failures/` name it."""
+        """Id of the failure, as in `tunewell diagnose`; `tunewell explain ID` shows its page."""
         self.step = step
         self.place = place
 
