@@ -6,8 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tunewell.cli.screens.curve import draw_curve, draw_curves
-from tunewell.runs.curves import Line, curves_svg
+from tunewell.runs.loss_curve import Line, curves_svg, draw_curve, draw_curves
 
 FALLING = [(step, 2.0 - step / 100) for step in range(1, 101)]
 LOOKS = [(0, 2.0), (50, 1.4), (100, 1.6)]

@@ -24,11 +24,11 @@ from tunewell.cli.screens.numbers import (
     format_parameters,
     one_line,
     short_model_name,
-    sparkline,
 )
 from tunewell.cli.screens.run_state import RunState
 from tunewell.cli.screens.training import LivePanel, LogLines, shown_training
 from tunewell.cli.screens.training_panel import Panel, panel_lines
+from tunewell.core.plot import sparkline
 from tunewell.core.progress import Progress
 from tunewell.training.events import Note
 

@@ -14,7 +14,7 @@ from tunewell.evaluation.columns import column_of, compare_columns
 from tunewell.evaluation.report.comparison import comparison_page
 from tunewell.evaluation.report.page import report_page
 from tunewell.records.report import Report
-from tunewell.runs.curves import Line
+from tunewell.runs.loss_curve import Line
 
 pytestmark = pytest.mark.slow
 

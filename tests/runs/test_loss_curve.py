@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunewell.core.plot import ceiling, moving_average, smoothing_window
 from tunewell.records.report import Curve
 from tunewell.runs import loss_curve
-from tunewell.runs.loss_curve import ceiling, loss_svg, moving_average, smoothing_window, write_loss_svg
+from tunewell.runs.loss_curve import loss_svg, write_loss_svg
 
 FALLING = [(step, 2.0 - step / 100) for step in range(1, 101)]
 EVALUATIONS = [(0, 2.0), (50, 1.4), (100, 1.6)]

@@ -15,7 +15,7 @@ from tunewell.evaluation.intervals import LEVEL, compare_pair, holm, share_inter
 from tunewell.evaluation.measurements import cluster_numbers
 from tunewell.records.events import plain
 from tunewell.records.report import Report
-from tunewell.runs.curves import Line
+from tunewell.runs.loss_curve import Line
 
 MAX_CHANGES = 100
 _NOT_COMPARED = ("run", "corpus", "track", "track_python")  # older runs have the last one

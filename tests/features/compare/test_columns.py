@@ -16,7 +16,7 @@ from tunewell.evaluation.report.comparison import comparison_page
 from tunewell.features.compare.workflow import compare_runs
 from tunewell.records.plan import write_plan
 from tunewell.records.report import Report, write_report
-from tunewell.runs.curves import Line
+from tunewell.runs.loss_curve import Line
 
 
 def answers(*right: bool | None) -> dict[int, ColumnAnswer]:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tunewell.records.healing import HealingEntry
     from tunewell.training.events import RunStarted
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _LONGEST_MODEL = 40
 
 
@@ -78,18 +77,3 @@ def describe_method(start: "RunStarted") -> str:
     kind = f"{entry.title} rank {method['rank']}" if entry.is_adapter and "rank" in method else entry.title
     weights = f"{format_parameters(start.num_trainable)} of {format_parameters(start.num_parameters)} weights"
     return f"{kind}, {weights}, {plan.precision.value} on {plan.device.value}"
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """Draw the last values as blocks of eight heights. A non-finite value is an `x`."""
-    shown = values[-width:] if width > 0 else []
-    known = [value for value in shown if math.isfinite(value)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-
-    def block(value: float) -> str:
-        if not math.isfinite(value):
-            return "x"
-        share = 0.5 if high == low else (value - low) / (high - low)
-        return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]
-
-    return "".join(map(block, shown))

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tunewell.cli.render import folded_table, hanging, is_utf8, one_line, width
-from tunewell.cli.screens.curve import draw_curve
 from tunewell.cli.screens.numbers import describe_method, format_loss, format_speed, short_model_name
 from tunewell.core.units import count, duration, size_bytes
+from tunewell.runs.loss_curve import draw_curve
 
 if TYPE_CHECKING:
     from tunewell.training.events import RunStarted

@@ -17,9 +17,9 @@ from tunewell.cli.screens.numbers import (
     format_speed,
     healing_line,
     short_model_name,
-    sparkline,
 )
 from tunewell.cli.screens.run_state import RECENT_STEPS, RunState
+from tunewell.core.plot import sparkline
 from tunewell.core.units import count, duration, size_bytes
 
 _WIDEST = 80

@@ -7,7 +7,7 @@ from markupsafe import Markup
 from tunewell.core.html import page_environment
 from tunewell.core.units import count, percent
 from tunewell.evaluation.columns import ColumnComparison, ColumnCounts, ColumnDifference
-from tunewell.runs.curves import curves_svg
+from tunewell.runs.loss_curve import curves_svg
 
 SHARES = ("right", "faulty answers")
 """Metrics that are shares of the answers."""

@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from tunewell.cli.render import cell_width, fitting, hanging, is_utf8, one_line, table, width
-from tunewell.cli.screens.curve import draw_curves
 from tunewell.core.units import count
 from tunewell.evaluation.report.comparison import answer_rows, describe_difference, format_metric, format_resource
-from tunewell.runs.curves import letter
+from tunewell.runs.loss_curve import draw_curves, letter
 
 if TYPE_CHECKING:
     from tunewell.evaluation.columns import ChangedAnswer, ColumnComparison, ColumnDifference, Row

@@ -15,8 +15,8 @@ from tunewell.evaluation.report.comparison import comparison_page
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
 from tunewell.records.rundir import OUTCOME
-from tunewell.runs.curves import line_of_run
 from tunewell.runs.listing import read_object, summarise, training_seconds
+from tunewell.runs.loss_curve import line_of_run
 
 PAGE, DATA = "compare.html", "compare.json"
 OUT = Path("comparison")

@@ -36,8 +36,8 @@ from tunewell.records.plan import PLAN, Chosen
 from tunewell.records.report import REPORT
 from tunewell.records.rundir import OUTCOME
 from tunewell.runs.config import RunOptions, load_for_run
-from tunewell.runs.curves import curves_svg, line_of_run
 from tunewell.runs.listing import read_object
+from tunewell.runs.loss_curve import curves_svg, line_of_run
 from tunewell.training.events import Listener
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.train import require_trainable, run_training

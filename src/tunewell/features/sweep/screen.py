@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunewell.cli.render import hanging, is_utf8, one_line, table, width
-from tunewell.cli.screens.curve import draw_curves
 from tunewell.cli.screens.numbers import format_loss
 from tunewell.core.units import count
-from tunewell.runs.curves import letter, line_of_run
+from tunewell.runs.loss_curve import draw_curves, letter, line_of_run
 
 if TYPE_CHECKING:
     from tunewell.features.sweep.sweep import SweepResult, TrialResult
