@@ -409,8 +409,8 @@ def report(
 
 
 def data_tables(folder: Path, data: str, results: list[dict[str, Any]], limit: int | None) -> list[str]:
-    from tunewell.evaluation.columns import compare_columns
-    from tunewell.evaluation.report.comparison import answer_rows, describe_difference, format_resource
+    from tunewell.evaluation.comparison import compare_columns
+    from tunewell.features.compare.page import answer_rows, describe_difference, format_resource
     from tunewell.features.compare.recommendation import recommend
 
     lines: list[str] = []
@@ -432,7 +432,7 @@ def data_tables(folder: Path, data: str, results: list[dict[str, Any]], limit: i
 
 def columns_of(folder: Path, data: str, results: list[dict[str, Any]], seed: int, limit: int | None) -> list[Any]:
     """Return the columns of one seed; the folds of a cross-validation are joined."""
-    from tunewell.evaluation.columns import Column, ColumnAnswer
+    from tunewell.evaluation.comparison import Column, ColumnAnswer
 
     exam, _ = read_exam(folder / data / "exam.json.gz", None, None)
     keys = [(key.question, key.reference) for key in exam.keys]

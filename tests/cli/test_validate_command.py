@@ -17,7 +17,7 @@ from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import cell_width, hanging
 from tunewell.cli.screens.verdict import comparison_screen, lined, verdict_lines, verdict_screen
 from tunewell.core.progress import Progress
-from tunewell.evaluation.compare import compare
+from tunewell.evaluation.comparison import compare_reports as compare
 from tunewell.records.report import Reason, Report
 
 

@@ -4,7 +4,8 @@ import math
 
 from sample_reports import college_report
 
-from tunewell.evaluation.compare import compare, differences
+from tunewell.evaluation.comparison import compare_reports as compare
+from tunewell.evaluation.comparison import differences
 from tunewell.records.report import Report
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.clusters import find_clusters
+from tunewell.evaluation.comparison import Column, ColumnAnswer, compare_columns
 from tunewell.evaluation.intervals import (
     compare_pair,
-    compare_systems,
     difference_interval,
     holm,
     share_interval,
@@ -96,8 +96,12 @@ def test_holm_keeps_the_order_and_never_lowers_a_p_value():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []
     systems = {name: [True, False] * 10 for name in "abc"}
-    pairs = compare_systems(systems, range(20))
-    assert [(pair.first, pair.second) for pair in pairs] == [("b", "a"), ("c", "a"), ("c", "b")]
+    columns = [
+        Column(name, {index: ColumnAnswer("", right) for index, right in enumerate(answers)})
+        for name, answers in systems.items()
+    ]
+    pairs = compare_columns(columns, has_all_pairs=True).differences
+    assert [(pair.second, pair.first) for pair in pairs] == [("b", "a"), ("c", "a"), ("c", "b")]
     assert {pair.p for pair in pairs} == {1.0}
 
 

@@ -10,8 +10,7 @@ from chromium import Page, address_of, chromium
 from hostile_texts import PAYLOADS
 from sample_reports import SAMPLES, report_of_everything, with_text
 
-from tunewell.evaluation.columns import column_of, compare_columns
-from tunewell.evaluation.report.comparison import comparison_page
+from tunewell.evaluation.comparison import column_of, compare_columns
 from tunewell.evaluation.report.page import report_page
 from tunewell.records.report import Report
 from tunewell.runs.loss_curve import Line
@@ -108,6 +107,8 @@ def test_payloads_in_every_text_do_nothing(browser, listener, tmp_path):
 
 def test_a_comparison_of_runs_runs_nothing_and_fits_the_screen(browser, listener, tmp_path):
     """Names and settings of runs are shown too, and a table of many runs is wider than a phone."""
+    from tunewell.features.compare.page import comparison_page
+
     text = " ".join(PAYLOADS).replace("HOST", listener.host)
     columns = []
     for number, report in enumerate((_hostile(listener), report_of_everything(), report_of_everything())):

@@ -5,10 +5,9 @@ the clusters, as found by `clusters.py`. `benchmarks/intervals.py` measures thei
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
@@ -69,18 +68,6 @@ class PairedDifference:
         if self.more_questions is None:
             return "no difference shown"
         return f"no difference shown; about {self.more_questions:,} more questions would show a difference of this size"
-
-
-def compare_systems(right: Mapping[str, Sequence[float | bool]], clusters: Sequence[int]) -> list[PairedDifference]:
-    """Compare each pair of systems on the same questions; the p-values are adjusted by Holm's method."""
-    pairs = [(first, second) for second, first in combinations(right, 2)]
-    found = [compare_pair(right[first], right[second], clusters, names=(first, second)) for first, second in pairs]
-    adjusted = holm([pair.p for pair in found])
-    more = [pair.more_questions if p > LEVEL else None for pair, p in zip(found, adjusted, strict=True)]
-    return [
-        PairedDifference(**{**vars(pair), "p": p, "more_questions": number})
-        for pair, p, number in zip(found, adjusted, more, strict=True)
-    ]
 
 
 def compare_pair(

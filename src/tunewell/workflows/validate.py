@@ -12,7 +12,7 @@ from tunewell.core.files import make_private, stable_json, write_atomic
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.sources.base import is_url, split_limit
-from tunewell.evaluation.compare import Comparison, compare
+from tunewell.evaluation.comparison import Comparison, compare_reports
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.report.markdown import report_markdown
 from tunewell.evaluation.report.page import report_page
@@ -130,12 +130,12 @@ def validate_against(
         options, corpus=corpus or options.corpus, checkpoint="best", base=None, out=this.folder / "against"
     )
     validated = validate(other_ref, options=other_options, progress=progress)
-    comparison = compare(this.report, validated.report, configs=(_config(this_ref), _config(other_ref)))
+    comparison = compare_reports(this.report, validated.report, configs=(_config(this_ref), _config(other_ref)))
     write_atomic(this.folder / "comparison.json", stable_json(comparison.as_json()))
     return ValidationPair(this, validated, comparison, notes)
 
 
 def _config(ref: ModelRef) -> dict[str, Any]:
     if ref.plan is not None:
-        return {key: value for key, value in ref.plan.config.items() if key not in ("run", "corpus")}
+        return ref.plan.config
     return ref.loaded.config.model_dump(mode="json", exclude_unset=True)

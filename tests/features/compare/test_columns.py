@@ -11,8 +11,8 @@ from sample_reports import SAMPLES, college_report, with_text
 
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
-from tunewell.evaluation.columns import Column, ColumnAnswer, column_of, compare_columns
-from tunewell.evaluation.report.comparison import comparison_page
+from tunewell.evaluation.comparison import Column, ColumnAnswer, column_of, compare_columns
+from tunewell.features.compare.page import comparison_page
 from tunewell.features.compare.workflow import compare_runs
 from tunewell.records.plan import write_plan
 from tunewell.records.report import Report, write_report

@@ -2,7 +2,7 @@
 
 from test_columns import column
 
-from tunewell.evaluation.columns import compare_columns
+from tunewell.evaluation.comparison import compare_columns
 from tunewell.features.compare.recommendation import recommend
 
 

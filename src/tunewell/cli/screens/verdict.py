@@ -8,7 +8,7 @@ from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_
 from tunewell.core.units import count, duration
 
 if TYPE_CHECKING:
-    from tunewell.evaluation.compare import Comparison
+    from tunewell.evaluation.comparison import Comparison
     from tunewell.records.report import Answer, AnswerCounts, JudgeRecord, LossPair, Report
 
 _MAX_EXAMPLES = 3

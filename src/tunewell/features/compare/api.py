@@ -26,7 +26,7 @@ class ComparisonResult(RunComparison):
         return f"ComparisonResult(right={right}, recommendation={self.recommendation!r}, page={str(self.page)!r})"
 
     def _repr_html_(self) -> str:
-        from tunewell.evaluation.report.comparison import answer_rows
+        from tunewell.features.compare.page import answer_rows
 
         found = self.comparison
         head = "".join(f"<th>{escape(name)}</th>" for name in found.names)

@@ -10,7 +10,7 @@ from tunewell.core.progress import ProgressListener, silent, with_stage
 from tunewell.core.units import count
 from tunewell.data.reading_prompt import CITATION, NOT_FOUND, fit, is_refusal, question_in, reading_prompt
 from tunewell.evaluation.answer_keys import AnswerKey
-from tunewell.evaluation.columns import Column, ColumnAnswer
+from tunewell.evaluation.comparison import Column, ColumnAnswer
 from tunewell.evaluation.judge import Judgement, judge
 from tunewell.evaluation.matching import match
 from tunewell.evaluation.passages import SearchedQuestions, Shown

@@ -10,7 +10,7 @@ from tunewell.core.files import read_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count, percent
 from tunewell.evaluation.answer_keys import polarity
-from tunewell.evaluation.columns import Column, ColumnAnswer
+from tunewell.evaluation.comparison import Column, ColumnAnswer
 from tunewell.inference.chat import ChatOptions
 from tunewell.inference.remote import RemoteChat
 

@@ -8,7 +8,7 @@ tuned + retrieval  40 of 40  training, index
 """
 
 from tunewell.core.units import count
-from tunewell.evaluation.columns import ColumnComparison, ColumnCounts, ColumnDifference, Recommendation
+from tunewell.evaluation.comparison import ColumnComparison, ColumnCounts, ColumnDifference, Recommendation
 
 MIN_QUESTIONS = 20
 """With fewer questions, one answer more or less changes the order of the columns."""

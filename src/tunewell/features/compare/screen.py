@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from tunewell.cli.render import cell_width, fitting, hanging, is_utf8, one_line, table, width
 from tunewell.core.units import count
-from tunewell.evaluation.report.comparison import answer_rows, describe_difference, format_metric, format_resource
+from tunewell.features.compare.page import answer_rows, describe_difference, format_metric, format_resource
 from tunewell.runs.loss_curve import draw_curves, letter
 
 if TYPE_CHECKING:
-    from tunewell.evaluation.columns import ChangedAnswer, ColumnComparison, ColumnDifference, Row
+    from tunewell.evaluation.comparison import ChangedAnswer, ColumnComparison, ColumnDifference, Row
     from tunewell.features.compare.workflow import RunComparison
 
 _MAX_DIFFERENCES = 6

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.progress import Progress, ProgressListener
-from tunewell.evaluation.columns import Column
+from tunewell.evaluation.comparison import Column
 from tunewell.evaluation.passages import PassageIndex, SearchedQuestions
 from tunewell.features.compare.measure import Exam, measure_alone, measure_with_passages
 from tunewell.inference.batch import Answerer, ModelAnswerer, ServerAnswerer

@@ -13,11 +13,12 @@ from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.text import fold, shorten_line
 from tunewell.core.units import count
 from tunewell.data.question_rows import read_questions
-from tunewell.evaluation.columns import ColumnComparison, CompareOptions, UsedKey, compare_columns
+from tunewell.evaluation.comparison import ColumnComparison, UsedKey, compare_columns
 from tunewell.evaluation.passages import PassageIndex, Shown, key_finder
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.features.compare.measure import Exam, read_exam
 from tunewell.features.compare.model_judge import ModelJudge, read_labels
+from tunewell.features.compare.options import CompareOptions
 from tunewell.features.compare.recommendation import recommend
 from tunewell.features.compare.subjects import ColumnSession, SearchedIndex, Subject
 from tunewell.inference.chat_model import open_without_weights

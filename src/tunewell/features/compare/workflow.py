@@ -10,8 +10,9 @@ from tunewell.core.features import find_hook
 from tunewell.core.files import make_private, require_output_path, stable_json, write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.redact import redact
-from tunewell.evaluation.columns import Column, ColumnComparison, CompareOptions, column_of, compare_columns
-from tunewell.evaluation.report.comparison import comparison_page
+from tunewell.evaluation.comparison import Column, ColumnComparison, column_of, compare_columns
+from tunewell.features.compare.options import CompareOptions
+from tunewell.features.compare.page import comparison_page
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
 from tunewell.records.rundir import OUTCOME

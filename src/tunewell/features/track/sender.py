@@ -18,7 +18,7 @@ from tunewell.config.extensions import TRACKERS
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, read_bytes, write_atomic
 from tunewell.core.redact import redact
-from tunewell.evaluation.compare import flat_settings
+from tunewell.evaluation.comparison import flat_settings
 from tunewell.features.track.base import Point, Progress, TrackedRun, Tracker
 from tunewell.records.events import with_numbers
 from tunewell.records.healing import HEALING

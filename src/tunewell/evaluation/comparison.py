@@ -1,44 +1,23 @@
 """Compare several runs or models as columns: each has a name and answers to the same questions.
 
 A column of a run also has settings, data, a curve, speed and memory. `compare_columns` needs only the answers, so that
-other kinds of columns can be added.
+other kinds of columns can be added. `compare_reports` is the same for two reports, as `validate --against` shows them.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
-from tunewell.evaluation.compare import data_facts, flat_settings, report_metrics
-from tunewell.evaluation.intervals import LEVEL, compare_pair, holm, share_interval
+from tunewell.core.text import shorten
+from tunewell.evaluation.intervals import LEVEL, PairedDifference, compare_pair, difference_record, holm, share_interval
 from tunewell.evaluation.measurements import cluster_numbers
 from tunewell.records.events import plain
-from tunewell.records.report import Report
+from tunewell.records.report import DifferenceRecord, Report
 from tunewell.runs.loss_curve import Line
 
 MAX_CHANGES = 100
 _NOT_COMPARED = ("run", "corpus", "track", "track_python")  # older runs have the last one
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """The options of a comparison."""
-
-    indexes: Sequence[str] = ()
-    """Indexes from which each model also answers."""
-    data: str | Path | Sequence[str | Path] | None = None
-    """File of questions with answers; by default the held-out rows of the first run."""
-    out: str | Path = "comparison"
-    is_fresh: bool = False
-    """Validate every run again. Only for a comparison of runs."""
-    num_questions: int = 100
-    num_passages: int | None = None
-    device: str = "auto"
-    judge: str | None = None
-    """A model that judges the answers instead of their keys, as `URL#MODEL`. It needs `labels`."""
-    labels: str | Path | None = None
-    """File of answers that a person has judged, on which the judge is measured."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +59,6 @@ class Column:
 
 def column_of(report: Report, name: str, *, settings: Mapping[str, Any], **more: Any) -> Column:
     """Return the column of an evaluated run; `settings` is the config tree of the run."""
-    kept = {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
     keys = [(one.question, one.reference) for one in report.exchanges]
     return Column(
         name=name,
@@ -90,12 +68,46 @@ def column_of(report: Report, name: str, *, settings: Mapping[str, Any], **more:
         },
         questions={key: key for key in keys},
         clusters=dict(zip(keys, cluster_numbers(report.exchanges), strict=True)),
-        metrics=report_metrics(report),
+        metrics=_metrics(report),
         verdict=report.verdict,
-        settings=flat_settings(kept),
-        data=data_facts(report),
+        settings=flat_settings({key: value for key, value in settings.items() if key not in _NOT_COMPARED}),
+        data=_data_facts(report),
         **more,
     )
+
+
+def _metrics(report: Report) -> dict[str, float | None]:
+    counts = report.tuned_tally
+    num_faulty = sum(bool(question.tuned.faults) for question in report.exchanges)
+    return {
+        "held-out loss": report.held_out and report.held_out.tuned,
+        "everyday loss": report.everyday and report.everyday.tuned,
+        "right": counts.right / counts.judged if counts and counts.judged else None,
+        "F1": counts and counts.f1,
+        "faulty answers": num_faulty / counts.asked if counts and counts.asked else None,
+    }
+
+
+def _data_facts(report: Report) -> dict[str, Any]:
+    """Return hashes and row counts of the data of a report."""
+    data: dict[str, Any] = {name: digest for name, digest in report.hashes.items() if "safetensors" not in name}
+    counts = report.ledger
+    if counts is not None:
+        data |= {"rows": counts.rows, "documents": counts.documents, "held out": counts.held_out}
+        data |= {f"dropped: {name}": number for name, number in counts.dropped.items()}
+        data |= {f"source {source['name']}": source["rows"] for source in counts.sources}
+    return data
+
+
+def flat_settings(tree: Mapping[str, Any], front: str = "") -> dict[str, Any]:
+    """Return a config tree by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flat_settings(value, f"{front}{key}.")
+        else:
+            found[f"{front}{key}"] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -139,15 +151,14 @@ class ChangedAnswer:
     reference: str
     answers: list[str]
     right: list[bool | None]
-    refused: list[bool] = field(default_factory=list[bool])
+    refused: list[bool]
 
     @property
     def marks(self) -> list[str]:
         """`right`, `wrong`, `refused` or, if it is not judged, an empty text for each answer."""
-        refused = self.refused or [False] * len(self.right)
         return [
             "" if is_right is None else "right" if is_right else "refused" if is_refused else "wrong"
-            for is_right, is_refused in zip(self.right, refused, strict=True)
+            for is_right, is_refused in zip(self.right, self.refused, strict=True)
         ]
 
 
@@ -232,9 +243,10 @@ def compare_columns(
 
     Each later column is compared with the first; with `has_all_pairs`, all pairs are compared.
     """
-    common = [key for key in columns[0].answers if all(key in column.answers for column in columns)]
+    common = _common(columns)
     changed = [key for key in common if len({column.answers[key].text for column in columns}) > 1]
     changed.sort(key=lambda key: len({column.answers[key].right for column in columns}) == 1)
+    pairs = list(combinations(columns, 2)) if has_all_pairs else [(columns[0], column) for column in columns[1:]]
     return ColumnComparison(
         names=[column.name for column in columns],
         verdicts=[column.verdict for column in columns],
@@ -243,7 +255,7 @@ def compare_columns(
         data=_differing([column.data for column in columns]),
         resources=_rows([column.resources for column in columns]),
         num_common=len(common),
-        differences=_differences(columns, common, has_all_pairs=has_all_pairs) if common else [],
+        differences=_adjusted([_difference(*pair, common) for pair in pairs]) if common else [],
         changed=[
             ChangedAnswer(
                 *columns[0].questions[key],
@@ -259,6 +271,10 @@ def compare_columns(
         counts=[_counts(column, common) for column in columns],
         needs=[sorted(column.needs) for column in columns],
     )
+
+
+def _common(columns: Sequence[Column]) -> list[Hashable]:
+    return [key for key in columns[0].answers if all(key in column.answers for column in columns)]
 
 
 def _counts(column: Column, common: Sequence[Hashable]) -> ColumnCounts:
@@ -286,21 +302,27 @@ def _counts(column: Column, common: Sequence[Hashable]) -> ColumnCounts:
 
 def _rows(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return a row for each name that has a value in some table."""
-    names = dict.fromkeys(name for table in tables for name, value in table.items() if value is not None)
-    return [Row(name, [table.get(name) for table in tables]) for name in names]
+    names = dict.fromkeys(name for table in tables for name in table)
+    rows = [Row(name, [table.get(name) for table in tables]) for name in names]
+    return [row for row in rows if any(value is not None for value in row.values)]
 
 
 def _differing(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
-    return [row for row in sorted(_rows(tables), key=lambda row: row.name) if len({str(v) for v in row.values}) > 1]
+    rows = sorted(_rows(tables), key=lambda row: row.name)
+    return [row for row in rows if any(value != row.values[0] for value in row.values)]
+
+
+def _paired(first: Column, second: Column, common: Sequence[Hashable]) -> PairedDifference:
+    """Return the share of right answers of the second column minus that of the first."""
+    judged = [key for key in common if None not in (first.answers[key].right, second.answers[key].right)]
+    before, now = ([bool(column.answers[key].right) for key in judged] for column in (first, second))
+    clusters = [second.clusters.get(key, index) for index, key in enumerate(judged)]
+    return compare_pair(now, before, clusters, names=(second.name, first.name))
 
 
 def _difference(first: Column, second: Column, common: Sequence[Hashable]) -> ColumnDifference:
-    judged = [key for key in common if None not in (first.answers[key].right, second.answers[key].right)]
-    before, now = ([bool(column.answers[key].right) for key in judged] for column in (first, second))
-    if not judged:
-        return ColumnDifference(first.name, second.name)
-    clusters = [first.clusters.get(key, index) for index, key in enumerate(judged)]
-    found = compare_pair(now, before, clusters, names=(second.name, first.name))
+    found = _paired(first, second, common)
+    pairs = [(first.answers[key].right, second.answers[key].right) for key in common]
     return ColumnDifference(
         first=first.name,
         second=second.name,
@@ -308,22 +330,114 @@ def _difference(first: Column, second: Column, common: Sequence[Hashable]) -> Co
         low=found.interval.low,
         high=found.interval.high,
         p=found.p,
-        became_right=sum(new and not old for old, new in zip(before, now, strict=True)),
-        became_wrong=sum(old and not new for old, new in zip(before, now, strict=True)),
-        num_questions=len(judged),
+        became_right=pairs.count((False, True)),
+        became_wrong=pairs.count((True, False)),
+        num_questions=found.num_questions,
         num_clusters=found.num_clusters,
         more_questions=found.more_questions,
     )
 
 
-def _differences(
-    columns: Sequence[Column], common: Sequence[Hashable], *, has_all_pairs: bool
-) -> list[ColumnDifference]:
-    """Compare each later column with the first, or all pairs. P-values are adjusted for their number (Holm)."""
-    pairs = list(combinations(columns, 2)) if has_all_pairs else [(columns[0], column) for column in columns[1:]]
-    found = [_difference(first, second, common) for first, second in pairs]
-    adjusted = holm([one.p for one in found])
+def _adjusted(differences: list[ColumnDifference]) -> list[ColumnDifference]:
+    """Return the differences with p-values adjusted for their number (Holm)."""
+    adjusted = holm([one.p for one in differences])
     return [
         replace(one, p=p, more_questions=one.more_questions if p > LEVEL else None)
-        for one, p in zip(found, adjusted, strict=True)
+        for one, p in zip(differences, adjusted, strict=True)
     ]
+
+
+# Two reports, as `validate --against` shows them.
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that both runs have, or one of them; None, or the text `nothing`, if it is missing."""
+
+    name: str
+    other: Any
+    this: Any
+
+
+@dataclass(frozen=True)
+class MetricPair(Difference):
+    """The values of one metric in both runs."""
+
+    is_lower_better: bool
+
+
+@dataclass(frozen=True)
+class AnswerChange:
+    """A question that the two runs answer differently."""
+
+    question: str
+    reference: str
+    other: str
+    this: str
+    other_right: bool | None
+    this_right: bool | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of two runs."""
+
+    this: str
+    other: str
+    verdicts: tuple[str, str]
+    """Verdict of the other run, then of this run."""
+    figures: list[MetricPair]
+    num_both: int
+    """Number of questions asked in both runs."""
+    became_right: int
+    became_wrong: int
+    difference: DifferenceRecord | None
+    """Share of right answers of this run minus that of the other run, on the questions asked in both."""
+    changed: list[AnswerChange]
+    """At most 100 answers; those that became wrong or right come first."""
+    config: list[Difference]
+    data: list[Difference]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `validate --against --json` adds to its output."""
+        return plain(asdict(self) | {"difference": self.difference and self.difference.model_dump(mode="json")})
+
+
+def compare_reports(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Comparison:
+    """Compare two reports; `configs` are the configs of this run and of the other run."""
+    columns = [
+        column_of(report, report.subject.name, settings=config)
+        for report, config in ((other, configs[1]), (this, configs[0]))
+    ]
+    found = compare_columns(columns)
+    total = found.differences[0] if found.differences else ColumnDifference("", "")
+    changed = [
+        AnswerChange(one.question, one.reference, one.answers[0], one.answers[1], one.right[0], one.right[1])
+        for one in found.changed
+    ]
+    # Lost answers first, then new ones, then the same in other words.
+    changed.sort(key=lambda one: (bool(one.this_right) - bool(one.other_right)) or 2)
+    return Comparison(
+        this=this.subject.name,
+        other=other.subject.name,
+        verdicts=(other.verdict, this.verdict),
+        figures=[
+            MetricPair(row.name, row.values[0], row.values[1], row.name not in ("right", "F1")) for row in found.metrics
+        ],
+        num_both=found.num_common,
+        became_right=total.became_right,
+        became_wrong=total.became_wrong,
+        difference=difference_record(_paired(*columns, _common(columns))) if total.num_questions else None,
+        changed=changed,
+        config=differences(columns[1].settings, columns[0].settings),
+        data=differences(columns[1].data, columns[0].data),
+    )
+
+
+def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
+    """Return the entries that differ; a missing entry is shown as `nothing`."""
+    return [Difference(row.name, _shown(row.values[0]), _shown(row.values[1])) for row in _differing([other, this])]
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else shorten(str(value), 60)

@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from tunewell.core.html import page_environment
 from tunewell.core.units import count, percent
-from tunewell.evaluation.columns import ColumnComparison, ColumnCounts, ColumnDifference
+from tunewell.evaluation.comparison import ColumnComparison, ColumnCounts, ColumnDifference
 from tunewell.runs.loss_curve import curves_svg
 
 SHARES = ("right", "faulty answers")
@@ -17,7 +17,7 @@ def comparison_page(comparison: ColumnComparison) -> str:
     """Return a comparison as an HTML page; the output is deterministic."""
     has_curves = any(line.best for line in comparison.lines)
     return (
-        page_environment("tunewell.evaluation.report")
+        page_environment("tunewell.features.compare")
         .get_template("comparison.html")
         .render(
             comparison=comparison,
