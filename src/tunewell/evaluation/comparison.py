@@ -427,7 +427,9 @@ def compare_reports(this: Report, other: Report, *, configs: tuple[Mapping[str, 
         num_both=found.num_common,
         became_right=total.became_right,
         became_wrong=total.became_wrong,
-        difference=difference_record(_paired(*columns, _common(columns))) if total.num_questions else None,
+        difference=difference_record(_paired(columns[0], columns[1], _common(columns)))
+        if total.num_questions
+        else None,
         changed=changed,
         config=differences(columns[1].settings, columns[0].settings),
         data=differences(columns[1].data, columns[0].data),
