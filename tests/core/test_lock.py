@@ -1,6 +1,7 @@
 """Two commands never work in one folder at once, and a dead one never blocks a living one."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -10,7 +11,6 @@ import sys
 
 import pytest
 
-from tunewell.core import files as lock
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock
 
@@ -63,13 +63,11 @@ def test_a_lock_is_free_again_after_its_body_failed(tmp_path):
 @pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def no_locks(request, monkeypatch):
     """A disk that cannot lock, as some network disks cannot."""
-    if lock.fcntl is None:
-        return
 
     def refuse(*arguments):
         raise OSError(request.param, os.strerror(request.param))
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 def leave(path, *, pid, host):

@@ -5,7 +5,8 @@ import stat
 
 import pytest
 
-from tunewell.core.files import cache_folder, make_private, publish_folder, write_atomic
+from tunewell.core.cache import cache_folder
+from tunewell.core.files import make_private, publish_folder, write_atomic
 from tunewell.records.rundir import RunDir
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")

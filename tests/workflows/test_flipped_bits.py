@@ -66,8 +66,8 @@ def test_a_flipped_bit_in_the_manifest_is_noticed(corpus):
 
 def test_hashes_are_computed_once_per_file(corpus, monkeypatch):
     """Guards the time of a verdict: a corpus may have hundreds of gigabytes."""
-    from tunewell.core import files
+    from tunewell.core import cache
 
     open_corpus(corpus, verify=True)
-    monkeypatch.setattr(files, "sha256_file", lambda path: pytest.fail(f"{path} is hashed again"))
+    monkeypatch.setattr(cache, "sha256_file", lambda path: pytest.fail(f"{path} is hashed again"))
     open_corpus(corpus, verify=True)

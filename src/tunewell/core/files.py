@@ -8,8 +8,7 @@ import re
 import shutil
 import socket
 import stat
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,10 +25,6 @@ _SHOWN_CHARS = 80
 _ADDED_CHARS = 16
 """Characters that the name of a temporary folder adds to that of the output folder."""
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
-_LARGE_BYTES = 64 << 20
-"""Hashing a smaller file takes less than 0.1 s."""
-_STAMP_SECONDS = 2.0
-"""A file that changed more recently may change again without a new stamp."""
 SYSTEM_FOLDERS = ("/dev/", "/proc/")
 """Folders of pipes and devices, which nobody deletes."""
 _LOCK_START = '{"pid": '
@@ -129,12 +124,6 @@ def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with open_file(path) as file:
         return sha256_stream(file)
-
-
-def sha256_once(path: Path) -> str:
-    """Return the SHA-256 of a file. It is computed again only if the file's stamp has changed."""
-    name = "hashes" if path.stat().st_size >= _LARGE_BYTES else None
-    return cached_by_stamp(name, [path], lambda: sha256_file(path))
 
 
 def sha256_stream(stream: BinaryIO) -> str:
@@ -292,45 +281,6 @@ def _trash(final: Path) -> Path:
     return final.with_name(f".{final.name}.trash")
 
 
-def cache_folder(name: str) -> Path | None:
-    """Return a folder of this user's cache, or None if it cannot be written."""
-    root = os.environ.get("TUNEWELL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tunewell"
-    folder = Path(root).expanduser() / name
-    try:
-        make_private(folder.parent)
-        folder.mkdir(exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return folder if os.access(folder, os.W_OK) else None
-
-
-_by_stamp: dict[str, tuple[Any, Any]] = {}
-
-
-def cached_by_stamp(name: str | None, paths: Sequence[Path], compute: Callable[[], Any]) -> Any:
-    """Return a JSON value computed from files. It is computed again only if a file's stamp has changed.
-
-    With the `name` of a cache folder, it is also cached for other processes of this user.
-    """
-    stats = [path.stat() for path in paths]
-    stamp = [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
-    key = sha256_text(str(name), *(str(path.resolve()) for path in paths))[:32]
-    entry = (cache_folder(name) if name else None) or Path(os.devnull)
-    if key not in _by_stamp:
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            known = parse_json(read_bytes(entry / f"{key}.json"))
-            _by_stamp[key] = known["stamp"], known["value"]
-    if key not in _by_stamp or _by_stamp[key][0] != stamp:
-        _by_stamp[key] = stamp, compute()
-        # A file that was written just now can change again within the resolution of its time.
-        if name and all(time.time() - one.st_ctime > _STAMP_SECONDS for one in stats):
-            with suppress(OSError, ValueError, TypeError):
-                write_atomic(
-                    entry / f"{key}.json", json.dumps(dict(zip(("stamp", "value"), _by_stamp[key], strict=True)))
-                )
-    return _by_stamp[key][1]
-
-
 def is_disk_full(error: OSError) -> bool:
     """Return True if the disk or the user's quota is full."""
     return error.errno in _DISK_FULL
@@ -407,12 +357,6 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 # A lock file that prevents two processes from working in the same folder.
-
-try:
-    import fcntl
-except ImportError:  # Windows has no flock
-    fcntl = None
-
 # Errors from file systems without locks (some network file systems).
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 
@@ -497,13 +441,12 @@ def running_owner(path: Path) -> tuple[Owner | None, bool]:
 
 def _is_locked_by_other(file: IO[str]) -> bool | None:
     """Try to lock an open file. Return False if this process now holds the lock, None if locks are not supported."""
-    if fcntl is None:
-        return None
+    from filelock import lock_descriptor  # 10 ms that most commands do not need
+
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return not lock_descriptor(file.fileno(), blocking=False)
     except OSError as error:
         return None if error.errno in _NO_LOCKS else True
-    return False
 
 
 def _read_owner(text: str) -> Owner | None:

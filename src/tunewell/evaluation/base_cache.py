@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +18,8 @@ from zipfile import BadZipFile
 import numpy as np
 
 from tunewell import __version__
-from tunewell.core.files import cache_folder, open_file, sha256_file, stable_json, write_atomic
+from tunewell.core.cache import DiskCache
+from tunewell.core.files import open_file, sha256_file
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
 from tunewell.evaluation.scores import ModelOutputs
 from tunewell.inference.chat_model import ChatModel
@@ -33,8 +33,8 @@ from tunewell.records.adapter import ADAPTER_WEIGHTS
 _PACKAGES = ("torch", "transformers", "tokenizers", "llama-cpp-python", "bitsandbytes")
 _CODE = ("data", "evaluation", "inference", "methods", "models")
 """Packages whose code can change an output."""
-_MAX_ENTRIES = 64
-"""An entry has some megabytes: the logits of eight prompts. The oldest entries are deleted."""
+_CACHE = DiskCache("base", ".npz", max_entries=64)
+"""An entry has some megabytes: the logits of eight prompts."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ class BaseCache:
     @classmethod
     def of(cls, model: ChatModel, questions: BaseQuestions) -> "BaseCache":
         """Return the cache entry of the base model of `model`; one that stores nothing if the base is not known."""
-        folder = cache_folder("base")
-        weights = _weights(model)
-        if folder is None or weights is None:
+        if (weights := _weights(model)) is None:
             return cls(None)
         plan = model.ref.plan
         settings: dict[str, Any] = {
@@ -79,8 +77,7 @@ class BaseCache:
             "answer_tokens": questions.answer_tokens,
             "batch_size": questions.batch_size,
         }
-        key = hashlib.sha256(stable_json(settings).encode()).hexdigest()
-        return cls(folder / f"{key[:32]}.npz")
+        return cls(_CACHE.path(settings))
 
     def read(self) -> tuple[ModelOutputs, str] | None:
         """Return the stored outputs and the time of their measurement, or None. A damaged entry is ignored."""
@@ -117,9 +114,7 @@ class BaseCache:
         arrays["answers.ended"] = np.asarray([answer.ended for answer in outputs.answers], dtype=bool)
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
-        with suppress(OSError):
-            write_atomic(self._path, buffer.getvalue())
-            _remove_oldest(self._path.parent)
+        _CACHE.write(self._path.stem, buffer.getvalue())
 
 
 def _losses(arrays: dict[str, Any], name: str) -> DocumentLosses | None:
@@ -172,9 +167,3 @@ def _code_stamp() -> str:
     files = [file for package in _CODE for file in sorted((root / package).rglob("*.py"))]
     stamps = [(str(file.relative_to(root)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stamps).encode()).hexdigest()
-
-
-def _remove_oldest(folder: Path) -> None:
-    entries = sorted(folder.glob("*.npz"), key=lambda entry: entry.stat().st_mtime)
-    for entry in entries[:-_MAX_ENTRIES]:
-        entry.unlink(missing_ok=True)

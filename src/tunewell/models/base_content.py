@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from tunewell.core.cache import cached_by_stamp
 from tunewell.core.errors import UserError
-from tunewell.core.files import cached_by_stamp, parse_json, sha256_file, sha256_text, stable_json
+from tunewell.core.files import parse_json, sha256_file, sha256_text, stable_json
 from tunewell.core.units import count
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.model_files.facts import fingerprint_weights, weight_files

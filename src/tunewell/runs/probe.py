@@ -9,15 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
+from tunewell.core.cache import DiskCache
 from tunewell.core.errors import UserError
-from tunewell.core.files import cache_folder, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count
 from tunewell.machine.facts import installed_versions
@@ -27,6 +26,7 @@ from tunewell.planning.memory import CONTEXT_BYTES
 from tunewell.planning.speed import CACHED_COMPILE_SECONDS, MeasuredSpeed
 from tunewell.records.plan import Chosen, Plan
 
+_CACHE = DiskCache("probes")
 _RESULT = "RESULT "
 _MAX_SECONDS, _RUN_SHARE = 120.0, 0.05
 """A sweep over micro-batch sizes takes at most this long, and at most this share of the run."""
@@ -113,7 +113,7 @@ def probe_run(
     report, reason = _run_child(loaded, plan, outlook, sizes)
     if report is None:
         return None, reason
-    _write_cache(key, report)
+    _CACHE.write(key, report)
     return _result(report, plan, outlook), ""
 
 
@@ -232,25 +232,16 @@ def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult
     return ProbeResult(measured, sorted(sizes, key=lambda size: size.tokens))
 
 
-def _key(loaded: LoadedConfig, plan: Plan, outlook: Outlook) -> str:
-    """Return a hash of everything on which a step depends: settings, documents, machine and versions."""
+def _key(loaded: LoadedConfig, plan: Plan, outlook: Outlook) -> list[Any]:
+    """Return everything on which a step depends: settings, documents, machine and versions."""
     config = loaded.config.model_dump(mode="json", exclude=set(_OUTSIDE))
     device = outlook.work.device
     versions = installed_versions(["torch", "transformers", "bitsandbytes"]) | {"tunewell": __version__}
     own = [plan.precision.value, plan.attention.value, outlook.work.micro_tokens, asdict(outlook.work.shape)]
     machine = [device.kind, device.label, device.memory_bytes]
-    return sha256_text(stable_json([config, plan.corpus_sha256, own, machine, versions]))[:32]
+    return [config, plan.corpus_sha256, own, machine, versions]
 
 
-def _read_cache(key: str) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        if (folder := cache_folder("probes")) is not None:
-            found = json.loads(read_text(folder / f"{key}.json"))
-            return found if isinstance(found, dict) and "warm_up" in (found.get("eager") or {}) else None
-    return None
-
-
-def _write_cache(key: str, report: dict[str, Any]) -> None:
-    with suppress(OSError):
-        if (folder := cache_folder("probes")) is not None:
-            write_atomic(folder / f"{key}.json", stable_json(report))
+def _read_cache(key: Any) -> dict[str, Any] | None:
+    found = _CACHE.read(key)
+    return found if isinstance(found, dict) and "warm_up" in (found.get("eager") or {}) else None

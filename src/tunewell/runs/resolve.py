@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
+from tunewell.core.cache import sha256_once
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, read_text, sha256_once
+from tunewell.core.files import parse_json, read_text
 from tunewell.core.redact import REDACTED
 from tunewell.inference.model_ref import ModelRef
 from tunewell.model_files.facts import read_facts

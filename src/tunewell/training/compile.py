@@ -23,7 +23,8 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import nn
 
-from tunewell.core.files import cache_folder, read_text, sha256_text, stable_json, write_atomic
+from tunewell.core.cache import DiskCache, cache_folder
+from tunewell.core.files import sha256_text, stable_json
 from tunewell.data.batches import DataOrder, FixedShape, micro_batches
 from tunewell.models.fp32_modules import compute_dtype
 from tunewell.models.load import count_parameters
@@ -48,7 +49,7 @@ _COMPARED_STEPS = 6
 """Number of compiled steps after which their time is compared with that of uncompiled ones."""
 _FIRST_SHARE = 2
 _MULTIPLE = 32
-_MEASURED = "measured.json"
+_CACHE = DiskCache("compiled")
 
 
 @dataclass
@@ -144,18 +145,13 @@ class Measured:
 
 def read_measured() -> dict[str, Any]:
     """Return what earlier runs measured, by signature; nothing if the file is damaged."""
-    found: Any = None
-    with suppress(OSError, ValueError):
-        if (folder := cache_folder("compiled")) is not None:
-            found = json.loads(read_text(folder / _MEASURED))
+    found = _CACHE.read("measured")
     return found if isinstance(found, dict) else {}
 
 
 def save_measured(signature: str, measured: Measured) -> None:
     """Save what a run measured, for later runs."""
-    with suppress(OSError):
-        if (folder := cache_folder("compiled")) is not None:
-            write_atomic(folder / _MEASURED, stable_json(read_measured() | {signature: asdict(measured)}))
+    _CACHE.write("measured", read_measured() | {signature: asdict(measured)})
 
 
 class CompileCache:

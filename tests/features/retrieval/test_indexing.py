@@ -18,12 +18,12 @@ from toy_embedder import ToyEmbedder
 
 from forked import in_child
 from tunewell.core.errors import UserError
-from tunewell.features.retrieval.indexing import VectorCache, build_index
+from tunewell.features.retrieval.indexing import ComputedVectors, build_index
 from tunewell.features.retrieval.search import Retriever
 from tunewell.features.retrieval.stores.base import open_store, store_class
 
 PLACES = [(os, "mkdir"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (io, "open")]
-PLACES += [(np, "save"), (VectorCache, "append")]
+PLACES += [(np, "save"), (ComputedVectors, "append")]
 """Every kind of change to the disk that an index makes, except those inside tantivy."""
 
 
@@ -252,7 +252,7 @@ def _must_be_refused(docs: Path, index: str) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(np, "save"), (os, "fsync"), (VectorCache, "append"), (os, "posix_fallocate"), (os, "replace")],
+    [(np, "save"), (os, "fsync"), (ComputedVectors, "append"), (os, "posix_fallocate"), (os, "replace")],
 )
 def test_a_full_disk_is_said_and_the_old_index_stays(old_index, owner, name):
     """At the vectors, the flush, the cache, the reserved space and the manifest."""
@@ -284,7 +284,7 @@ def test_an_embedder_that_fails_leaves_the_old_index_and_the_computed_vectors(ol
     """A server that goes away after an hour."""
     address, docs = old_index(0)
     before, embedder = content_of(address), ToyEmbedder(batch=1)
-    original = VectorCache.append
+    original = ComputedVectors.append
 
     def append(*arguments: Any) -> None:
         if len(embedder.computed) == 3:
@@ -292,7 +292,7 @@ def test_an_embedder_that_fails_leaves_the_old_index_and_the_computed_vectors(ol
         original(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(VectorCache, "append", append)
+        patched.setattr(ComputedVectors, "append", append)
         with pytest.raises(UserError, match="does not answer"):
             build_index([str(docs)], address, embedder)
     assert content_of(address) == before
@@ -304,12 +304,12 @@ def test_an_embedder_that_fails_leaves_the_old_index_and_the_computed_vectors(ol
 def test_a_torn_cache_is_cut_to_its_whole_vectors(tmp_path):
     """A killed process leaves half a vector, or vectors without keys."""
     embedder = ToyEmbedder(dimension=4)
-    cache = VectorCache(tmp_path, embedder)
+    cache = ComputedVectors(tmp_path, embedder)
     cache.append([b"a" * 32, b"b" * 32], np.eye(4, dtype=np.float32)[:2])
     for path, tail in (("vectors", bytes(16 + 7)), ("keys", b"c" * 31)):
         with next(tmp_path.glob(f"*.{path}")).open("ab") as file:
             file.write(tail)
-    cache = VectorCache(tmp_path, embedder)
+    cache = ComputedVectors(tmp_path, embedder)
     assert list(cache.numbers) == [b"a" * 32, b"b" * 32]
     cache.append([b"d" * 32], np.full((1, 4), 0.5, np.float32))
-    assert VectorCache(tmp_path, embedder).vectors()[2].tolist() == [0.5] * 4
+    assert ComputedVectors(tmp_path, embedder).vectors()[2].tolist() == [0.5] * 4

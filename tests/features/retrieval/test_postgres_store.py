@@ -18,7 +18,7 @@ from toy_embedder import ToyEmbedder
 
 from forked import in_child, run_command
 from tunewell.core.errors import UserError
-from tunewell.features.retrieval.indexing import VectorCache, build_index
+from tunewell.features.retrieval.indexing import ComputedVectors, build_index
 from tunewell.features.retrieval.search import Retriever
 from tunewell.features.retrieval.stores import postgres
 from tunewell.features.retrieval.stores.base import open_store, store_class
@@ -321,7 +321,7 @@ def test_the_work_folder_is_found_again(server, tmp_path, monkeypatch):
     """An interrupted run goes on, also with another password in the address."""
     docs, address = write_pages(tmp_path / "docs", 6), server.address("work")
     first = ToyEmbedder(batch=1)
-    original = VectorCache.append
+    original = ComputedVectors.append
 
     def append(*arguments: Any) -> None:
         if len(first.computed) == 4:
@@ -329,7 +329,7 @@ def test_the_work_folder_is_found_again(server, tmp_path, monkeypatch):
         original(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(VectorCache, "append", append)
+        patched.setattr(ComputedVectors, "append", append)
         with pytest.raises(Killed):
             build_index([str(docs)], address, first)
     again = ToyEmbedder(batch=1)

@@ -11,8 +11,9 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.core.cache import sha256_once
 from tunewell.core.errors import UserError
-from tunewell.core.files import open_file, sha256_once, sha256_text
+from tunewell.core.files import open_file, sha256_text
 from tunewell.core.optional import import_optional
 from tunewell.data.sources.arrow import Lists, read_columns, read_lists
 from tunewell.records.base import Record

@@ -5,20 +5,18 @@ millions. Both would end this process without an error message. Pipelines withou
 Only processor time counts, because the child waits on a busy machine.
 """
 
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from tunewell.core.cache import DiskCache
 from tunewell.core.errors import UserError
-from tunewell.core.files import cache_folder, write_atomic
 
 _SECONDS = 5
 """Processor time of the child process."""
@@ -56,15 +54,12 @@ def require_safe(backend: Tokenizer, where: Path) -> None:
         for name, part in (("normalizer", backend.normalizer), ("pre_tokenizer", backend.pre_tokenizer))
         if part is not None
     }
-    folder = cache_folder("tokenizers")
-    known = folder / f"{_digest(parts)}.json" if folder else None
-    if known and known.exists():
+    cache, key = DiskCache("tokenizers"), [_VERSION, parts]
+    if cache.read(key) is not None:
         return
-    problem = _try(parts)
-    if known and not problem:  # a problem is not stored, because the machine may have caused it
-        with suppress(OSError):
-            write_atomic(known, json.dumps({"problem": ""}))
-    if problem:
+    if not (problem := _try(parts)):  # a problem is not stored, because the machine may have caused it
+        cache.write(key, {"problem": ""})
+    else:
         raise UserError(
             f"`tokenizer.json` cannot be used: {problem}",
             where=str(where),
@@ -112,7 +107,3 @@ def _texts(parts: dict[str, Any]) -> list[str]:
     runs = [character * 300 + ending for character in [*mentioned[:100], " ", "\n", "é", "."] for ending in ("", "!")]
     plain = "The 3 quick brown foxes, it's said, jumped over 12,345 lazy dogs!\n\n  Straße naïve 日本語 🙂\t" * 20
     return [plain, *runs]
-
-
-def _digest(parts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([_VERSION, parts], sort_keys=True).encode()).hexdigest()

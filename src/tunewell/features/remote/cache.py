@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from tunewell.config.schema import Storage
+from tunewell.core.cache import cache_folder
 from tunewell.core.errors import UserError
-from tunewell.core.files import cache_folder, read_text, sha256_text, stable_json, write_atomic
+from tunewell.core.files import read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.units import size_bytes
 from tunewell.features.remote.address import Address
 from tunewell.features.remote.store import RemoteObject

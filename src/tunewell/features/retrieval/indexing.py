@@ -18,8 +18,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from tunewell.core.cache import cache_folder
 from tunewell.core.errors import UserError
-from tunewell.core.files import cache_folder, disk_full_as_user_error, make_private, open_file, sha256_text
+from tunewell.core.files import disk_full_as_user_error, make_private, open_file, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.core.version import made_by
@@ -264,14 +265,14 @@ def _embed(
 ) -> tuple[int, float]:
     """Fill `spool.vectors`. Return the number of passages that had to be embedded, and the seconds it took."""
     began = time.perf_counter()
-    cache = VectorCache(work, embedder)
+    stored = ComputedVectors(work, embedder)
     known = old.keys() if old is not None else {}
     path = work / "vectors.npy"
     path.unlink(missing_ok=True)  # numpy would write through a link
     spool.vectors = np.lib.format.open_memmap(path, "w+", np.float32, (len(spool), embedder.dimension))
     _reserve(path)
-    missing = [key for key in spool.keys if key not in known and key not in cache.numbers]
-    done, waiting = len(cache.numbers), list[tuple[bytes, str]]()
+    missing = [key for key in spool.keys if key not in known and key not in stored.numbers]
+    done, waiting = len(stored.numbers), list[tuple[bytes, str]]()
     total = len(missing) + done
 
     def flush() -> None:
@@ -280,7 +281,7 @@ def _embed(
 
         def on_batch(indices: list[int], computed: np.ndarray) -> None:
             nonlocal done
-            cache.append([keys[index] for index in indices], computed)
+            stored.append([keys[index] for index in indices], computed)
             done += len(indices)
             progress(Progress("embedding passages", done, total, "passages"))
 
@@ -297,14 +298,14 @@ def _embed(
                 flush()
         if waiting:
             flush()
-    computed = cache.vectors()
+    computed = stored.vectors()
     for start in range(0, len(spool), _BLOCK):
         keys = spool.keys[start : start + _BLOCK]
         rows = spool.vectors[start : start + _BLOCK]
         is_known = np.array([key in known for key in keys])
         if old is not None and is_known.any():
             rows[is_known] = old.vectors([known[key] for key in keys if key in known])
-        rows[~is_known] = computed[[cache.numbers[key] for key in keys if key not in known]]
+        rows[~is_known] = computed[[stored.numbers[key] for key in keys if key not in known]]
     spool.vectors.flush()
     return len(missing), time.perf_counter() - began
 
@@ -316,7 +317,7 @@ def _reserve(path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-class VectorCache:
+class ComputedVectors:
     """Vectors on disk by the hash of their text, appended as they are computed. A torn end is cut off."""
 
     def __init__(self, folder: Path, embedder: Embedder) -> None:

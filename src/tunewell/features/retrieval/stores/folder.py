@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from tunewell.core.cache import sha256_once
 from tunewell.core.errors import UserError
 from tunewell.core.files import (
     FolderLock,
@@ -36,7 +37,6 @@ from tunewell.core.files import (
     parse_json,
     read_bytes,
     sha256_file,
-    sha256_once,
     sync_folder,
     sync_tree,
 )
