@@ -13,6 +13,7 @@ import pytest
 import torch
 import toy_source
 from safetensors.torch import load_file
+from toy_entries import DESCENT, NORMS
 
 import tunewell
 from corpora import row
@@ -23,8 +24,6 @@ from tunewell.config.extensions import (
     OPTIMIZERS,
     TRACKERS,
     FormatEntry,
-    MethodEntry,
-    OptimizerEntry,
     TrackerEntry,
 )
 from tunewell.core.registry import Entry, Registry
@@ -57,7 +56,7 @@ def _settings(tokenizer: Path, **more: object) -> dict[str, object]:
 
 def test_a_toy_method_trains_saves_and_resumes(tiny_model: Path) -> None:
     """A method that needs changes outside its file is not an extension."""
-    METHODS.add(MethodEntry("norms", "only the norms", "toy_method:NormsOnly", "norms only", is_adapter=False))
+    METHODS.add(NORMS)
     settings = _settings(tiny_model, method={"kind": "norms"})
     rows = [row(number) for number in range(30)]
     result = tunewell.train(settings, data=rows, out="run", progress=False)
@@ -74,7 +73,7 @@ def test_a_toy_method_trains_saves_and_resumes(tiny_model: Path) -> None:
 
 def test_a_toy_optimizer_trains_and_resumes(tiny_model: Path) -> None:
     """AdamW must not be assumed anywhere outside its file."""
-    OPTIMIZERS.add(OptimizerEntry("descent", "plain gradient descent", "toy_optimizer:GradientDescent"))
+    OPTIMIZERS.add(DESCENT)
     train = {"max_steps": 4, "batch_documents": 4, "optimizer": "descent", "learning_rate": 0.5, "warmup": 0}
     settings = _settings(tiny_model, method={"kind": "full"}, train=train)
     rows = [row(number) for number in range(30)]

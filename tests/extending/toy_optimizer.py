@@ -41,3 +41,30 @@ class GradientDescent(Optimizer):
 
     def move(self, device: str) -> None:
         """Move nothing: the parameters have moved already."""
+
+
+class Momentum(GradientDescent):
+    """Follows the mean of the gradients, which is its state."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
+        super().__init__(parameters, settings)
+        self._means = {name: torch.zeros_like(own) for name, own in parameters.items()}
+
+    @torch.no_grad()
+    def update(
+        self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: Scaler, norm_limit: float = math.inf
+    ) -> Update:
+        """Move the means, and step along them."""
+        for name, gradient in self.gradients().items():
+            self._means[name].lerp_(gradient, 0.1)
+            gradient.copy_(self._means[name])
+        return super().update(rate=rate, max_norm=max_norm, loss=loss, scaler=scaler, norm_limit=norm_limit)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the means."""
+        return {f"{name}/mean": mean for name, mean in self._means.items()}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restore the means."""
+        for name, mean in self._means.items():
+            mean.copy_(tensors[f"{name}/mean"]) if tensors else mean.zero_()

@@ -15,11 +15,12 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TextIO, cast
 
 from tunewell.cli.render import RedactedStream, emit, emit_error, folded_table, hanging, json_text
 from tunewell.core.errors import SharedError, UserError, close_names, did_you_mean
-from tunewell.core.features import find_hook, modules
+from tunewell.core.features import find_hook, modules, plugin_commands
 from tunewell.core.files import explain_os_error
 from tunewell.core.redact import redact
 
@@ -31,6 +32,8 @@ _SPINE = "models init inspect prepare plan train runs validate export verify cha
 _MODULES = {name: f"tunewell.cli.commands.{name}" for name in _SPINE.split()} | modules("commands")
 COMMANDS = tuple(sorted(_MODULES.items(), key=lambda one: [*_ORDER.split(), one[0]].index(one[0])))
 """Each command, in the order of a typical project, and the module with its `command` function."""
+PLUGINS = {name: plugin for name, plugin in plugin_commands().items() if name not in _MODULES}
+"""The commands of features of other packages."""
 
 EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
@@ -98,7 +101,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if not arguments or list(arguments) == ["--json"]:
         return _show_overview(is_json=bool(arguments))
     name = arguments[0]
-    if name in dict(COMMANDS):
+    if name in dict(COMMANDS) or name in PLUGINS:
         try:
             return _run_command(name, arguments[1:])
         except ImportError as error:
@@ -112,7 +115,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         emit(f"tunewell {_version()}")
     else:
         kind = "option" if name.startswith("-") else "command"
-        close = close_names(name, [*dict(COMMANDS), "--help", "--version"])
+        close = close_names(name, [*dict(COMMANDS), *PLUGINS, "--help", "--version"])
         fix = did_you_mean([f"tunewell {name}" for name in close], "`tunewell --help` lists the commands")
         raise UserError(f"there is no {kind} `{name}`", fix=fix)
     return 0
@@ -139,7 +142,7 @@ def _show_overview(*, is_json: bool) -> int:
 
 
 def _help() -> str:
-    summaries = [(f"  {name}", (_function(name).__doc__ or "").strip().partition("\n")[0]) for name, _ in COMMANDS]
+    summaries = [(f"  {name}", _summary(name)) for name in (*dict(COMMANDS), *PLUGINS)]
     return "\n".join(
         [
             hanging("", "Fine-tune a language model on your own data, and prove that it worked."),
@@ -155,8 +158,19 @@ def _help() -> str:
     )
 
 
+def _summary(name: str) -> str:
+    try:
+        return (_function(name).__doc__ or "").strip().partition("\n")[0]
+    except UserError as error:  # a plugin
+        return error.what
+
+
 def _function(name: str) -> Callable[..., Any]:
-    return importlib.import_module(dict(COMMANDS)[name]).command
+    if name not in PLUGINS:
+        return importlib.import_module(dict(COMMANDS)[name]).command
+    plugin = PLUGINS[name]
+    plugin.mark_used()
+    return (plugin if ":" in plugin.path else replace(plugin, path=f"{plugin.path}.command:command")).load()
 
 
 def _run_command(name: str, arguments: Sequence[str]) -> int:

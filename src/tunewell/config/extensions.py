@@ -6,12 +6,29 @@ names does not import torch.
 """
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from tunewell.config.prices import (
+    Activations,
+    Shape,
+    adamw8bit_bytes,
+    adamw_bytes,
+    dora_weights,
+    galore_bytes,
+    lora_matrices,
+    no_weights,
+    saved_tables,
+    weights_of_layers,
+)
 from tunewell.core.features import extension_entries
 from tunewell.core.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from tunewell.config.schema import MethodSettings, Train
+    from tunewell.model_files.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -24,17 +41,51 @@ class MethodEntry(Entry):
     """Whether a checkpoint contains an adapter for the base model, and not a whole model."""
     learning_rate: float = 2e-4
     """The default learning rate."""
+    _: KW_ONLY
+    trains: Callable[["ModelShape", "MethodSettings"], Sequence[Shape]]
+    """The shapes of the base model's own weights that are trained. Those not known one by one may be one vector."""
+    adds: Callable[[int, int, "MethodSettings"], Sequence[Shape]] = no_weights
+    """The shapes of the weights that are added to a selected linear layer: `(inputs, outputs, settings)`."""
+    activations: Activations
+    """What a layer saves for the backward pass."""
 
 
 METHODS: Registry[MethodEntry] = Registry(
     "training method",
     [
-        MethodEntry("lora", "small added matrices", "tunewell.methods.lora:Lora", "LoRA", is_adapter=True),
-        MethodEntry("dora", "LoRA and a length for each row", "tunewell.methods.dora:Dora", "DoRA", is_adapter=True),
         MethodEntry(
-            "full", "every weight", "tunewell.methods.full:Full", "full fine-tuning", False, learning_rate=2e-5
+            "lora",
+            "small added matrices",
+            "tunewell.methods.lora:Lora",
+            "LoRA",
+            is_adapter=True,
+            trains=saved_tables,
+            adds=lora_matrices,
+            activations=Activations(6, 2, 2, 4, rank=7),
+        ),
+        MethodEntry(
+            "dora",
+            "LoRA and a length for each row",
+            "tunewell.methods.dora:Dora",
+            "DoRA",
+            is_adapter=True,
+            trains=saved_tables,
+            adds=dora_weights,
+            activations=Activations(8, 3, 3, 4, rank=7),
+        ),
+        MethodEntry(
+            "full",
+            "every weight",
+            "tunewell.methods.full:Full",
+            "full fine-tuning",
+            is_adapter=False,
+            learning_rate=2e-5,
+            trains=weights_of_layers,
+            activations=Activations(8, 2, 2, 4),
         ),
     ],
+    group="methods",
+    entry_type=MethodEntry,
 )
 
 
@@ -48,18 +99,31 @@ class OptimizerEntry(Entry):
     """Why the factor is not 1."""
     trains_adapters: bool = True
     runs_on_mps: bool = True
+    _: KW_ONLY
+    state_bytes: Callable[[Sequence[Shape], int, "Train"], float]
+    """The size of its state: `(shapes of the trained weights, bytes of a trained number, settings)`."""
+    update_bytes: float
+    """Bytes that an update reads and writes for each trained weight: weight, gradient and state."""
 
 
 _OPTIMIZERS = "tunewell.training.optimizers"
 OPTIMIZERS: Registry[OptimizerEntry] = Registry(
     "optimizer",
     [
-        OptimizerEntry("adamw", "AdamW, with two fp32 moments for each parameter", f"{_OPTIMIZERS}.adamw:AdamW"),
+        OptimizerEntry(
+            "adamw",
+            "AdamW, with two fp32 moments for each parameter",
+            f"{_OPTIMIZERS}.adamw:AdamW",
+            state_bytes=adamw_bytes,
+            update_bytes=28.0,
+        ),
         OptimizerEntry(
             "adamw8bit",
             "AdamW with 8-bit moments, a quarter of the memory",
             f"{_OPTIMIZERS}.adamw8bit:AdamW8bit",
             runs_on_mps=False,
+            state_bytes=adamw8bit_bytes,
+            update_bytes=20.0,
         ),
         OptimizerEntry(
             "galore",
@@ -69,8 +133,12 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             rate_reason="GaLore's updates are smaller by `train.galore_scale`, and by the root of rank / width",
             trains_adapters=False,
             runs_on_mps=False,
+            state_bytes=galore_bytes,
+            update_bytes=20.0,
         ),
     ],
+    group="optimizers",
+    entry_type=OptimizerEntry,
 )
 
 
@@ -100,7 +168,7 @@ def _formats() -> list[FormatEntry]:
     return found
 
 
-FORMATS: Registry[FormatEntry] = Registry("row format", _formats())
+FORMATS: Registry[FormatEntry] = Registry("row format", _formats(), group="formats", entry_type=FormatEntry)
 
 
 _TARGETS = "tunewell.export.targets"
@@ -112,6 +180,7 @@ EXPORT_TARGETS: Registry[Entry] = Registry(
         Entry("gguf", "GGUF files for llama.cpp", f"{_TARGETS}.gguf:GgufTarget"),
         Entry("ollama", "a GGUF file with an Ollama Modelfile", f"{_TARGETS}.ollama:OllamaTarget"),
     ],
+    group="targets",
 )
 """Export targets in the order in which they are written: a target may use the files of an earlier one."""
 GgufFormat = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
@@ -128,4 +197,9 @@ class TrackerEntry(Entry):
     """The name for `import`."""
 
 
-TRACKERS: Registry[TrackerEntry] = Registry("tracker", [TrackerEntry(*entry) for entry in extension_entries("tracker")])
+TRACKERS: Registry[TrackerEntry] = Registry(
+    "tracker",
+    [TrackerEntry(*entry) for entry in extension_entries("tracker")],
+    group="trackers",
+    entry_type=TrackerEntry,
+)

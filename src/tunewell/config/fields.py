@@ -35,7 +35,7 @@ class OneOf:
 
     def doc(self) -> str:
         """Return every name with its description, for the key's documentation."""
-        return "; ".join(f"`{name}`: {self.registry.entry(name).doc}" for name in self.registry.names()) + "."
+        return "; ".join(f"`{name}`: {self.registry.doc(name)}" for name in self.registry.names()) + "."
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._validate, core_schema.str_schema(strict=True))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.plugins import Plugin, find_plugins
 from tunewell.core.registry import load_path
 
 _PACKAGE = "tunewell.features"
@@ -19,6 +20,11 @@ _PACKAGE = "tunewell.features"
 def features() -> dict[str, dict[str, Any]]:
     """Return the parts of each feature by its name, as `features.toml` has them."""
     return tomllib.loads(Path(__file__).with_name("features.toml").read_text(encoding="utf-8"))
+
+
+def plugin_commands() -> dict[str, Plugin]:
+    """Return the features of other packages by the name of their command."""
+    return {plugin.name: plugin for plugin in find_plugins("features")}
 
 
 def find_hook(feature: str, name: str) -> Callable[..., Any] | None:

@@ -232,4 +232,4 @@ def adapter_method(folder: Path) -> str | None:
 
 
 def _adapter_methods() -> list[str]:
-    return [name for name in METHODS.names() if METHODS.entry(name).is_adapter]
+    return [entry.name for entry in METHODS.entries() if entry.is_adapter]

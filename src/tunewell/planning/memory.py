@@ -11,6 +11,7 @@ were fitted to peaks on an H200 (`benchmarks/RESULTS.md`): 16.7 GiB (1.1B, LoRA)
 
 from dataclasses import dataclass
 
+from tunewell.config.prices import Activations
 from tunewell.planning.workload import Workload
 from tunewell.records.plan import Plan
 
@@ -42,24 +43,9 @@ _CPU_MAX_KEYS = 512
 """On a CPU, attention weights of documents up to this length are saved, in blocks of queries of the size above."""
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """Saved numbers per token and layer: multiples of the hidden, query, key and feed-forward widths."""
-
-    hidden: float
-    query: float
-    kv: float
-    inner: float
-
-
-_EAGER = {
-    "lora": Coefficients(6, 2, 2, 4),
-    "dora": Coefficients(8, 3, 3, 4),
-    "full": Coefficients(8, 2, 2, 4),
-}
-_AUTOCAST = Coefficients(13, 2, 2, 4)
+_AUTOCAST = Activations(13, 2, 2, 4)
 """Full fine-tuning with fp32 weights in a 16-bit precision: the residual stream is in fp32."""
-_COMPILED = Coefficients(0.75, 2, 2, 2.5)
+_COMPILED = Activations(0.75, 2, 2, 2.5)
 
 
 @dataclass(frozen=True)
@@ -89,8 +75,8 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
     fixed = {
         "weights": _weight_bytes(work),
         "adapter": 4 * work.num_adapter_weights,
-        "gradients": work.num_trainable * _master_bytes(work),
-        "optimizer": _optimizer_bytes(work),
+        "gradients": work.num_trainable * work.master_bytes,
+        "optimizer": work.state_bytes,
     }
     activations = _activation_bytes(work, tokens, is_compiled=is_compiled)
     head, workspace = _head_bytes(work, tokens, is_compiled=is_compiled), _workspace_bytes(work, tokens)
@@ -139,10 +125,6 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
     return Memory(parts, phases, reserve, _host(work), cached)
 
 
-def _master_bytes(work: Workload) -> int:
-    return 2 if not work.is_adapter and work.config.train.masters == "bf16" else 4
-
-
 def _num_quantized(work: Workload) -> int:
     """Return the number of weights in quantised layers."""
     keep = work.plan.quantized.keep if work.plan.quantized else []
@@ -165,7 +147,7 @@ def _cached_weight_bytes(work: Workload, held: int) -> int:
 def _weight_bytes(work: Workload) -> int:
     shape = work.shape
     if not work.is_adapter:
-        return shape.num_weights * _master_bytes(work)
+        return shape.num_weights * work.master_bytes
     trained = work.num_trained_base_weights  # kept in fp32
     plain = shape.num_weights - trained
     if work.quantization == "none":
@@ -176,23 +158,7 @@ def _weight_bytes(work: Workload) -> int:
     return int(quantized * size) + (plain - quantized) * work.compute_bytes + 4 * trained
 
 
-def _optimizer_bytes(work: Workload) -> int:
-    train, number = work.config.train, work.num_trainable
-    if train.optimizer == "adamw8bit":
-        return int(number * (2 + 8 / 256))
-    if train.optimizer != "galore":
-        return 2 * number * _master_bytes(work)
-    moments = 2 if train.galore_8bit else 8
-    total = 0
-    matrices = [(own.inputs, own.outputs) for own in work.shape.linears]
-    for short, long in (sorted(sizes) for sizes in matrices):
-        is_projected = short > train.galore_rank
-        rank = train.galore_rank
-        total += moments * rank * long + 4 * rank * short if is_projected else moments * short * long
-    return total + moments * (number - sum(a * b for a, b in matrices))
-
-
-def _per_token(work: Workload, own: Coefficients) -> float:
+def _per_token(work: Workload, own: Activations) -> float:
     """Return the bytes that a layer saves for a token, without attention weights."""
     shape = work.shape
     numbers = own.hidden * shape.hidden_size + own.query * shape.query_size
@@ -201,10 +167,10 @@ def _per_token(work: Workload, own: Coefficients) -> float:
 
 
 def _layer_bytes(work: Workload, tokens: int, *, is_compiled: bool) -> float:
-    own = _AUTOCAST if work.has_casts else _EAGER.get(work.config.method.kind, _EAGER["full"])
-    total = tokens * _per_token(work, _COMPILED if is_compiled else own)
-    if work.is_adapter:  # the narrow activations between A and B
-        total += tokens * 7 * work.config.method.rank * work.compute_bytes
+    own = work.method.activations
+    eager = _AUTOCAST if work.has_casts else own
+    total = tokens * _per_token(work, _COMPILED if is_compiled else eager)
+    total += tokens * own.rank * work.config.method.rank * work.compute_bytes  # between the matrices of an adapter
     if work.device.kind == "cpu" and work.precision == "fp32":
         context = min(work.mean_context, _CPU_MAX_KEYS)
         keys = context if context <= _CPU_BLOCK else (context + _CPU_BLOCK) / 2

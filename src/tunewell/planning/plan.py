@@ -15,6 +15,7 @@ from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.fields import MethodName
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
+from tunewell.core.plugins import used_plugins
 from tunewell.core.units import count
 from tunewell.core.version import made_by
 from tunewell.data.batches import DataOrder
@@ -176,6 +177,7 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
         compile=choose_compile(inputs, attention.value),
         evaluate_every=evaluate_every,
         save_every=_save_every(inputs, num_steps, evaluate_every.value),
+        plugins=used_plugins(),
     )
 
 

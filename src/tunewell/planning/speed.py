@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tunewell.config.extensions import OPTIMIZERS
 from tunewell.machine.cards import match_card
 from tunewell.planning.workload import Workload
 
@@ -153,8 +154,7 @@ def micro_batch_seconds(work: Workload, rates: Rates, tokens: float, *, is_compi
 
 def _update_seconds(work: Workload, rates: Rates) -> float:
     """Return the seconds of an optimizer update: each weight, gradient and moment is read and written."""
-    per_weight = 28.0 if work.config.train.optimizer == "adamw" else 20.0
-    return work.num_trainable * per_weight / rates.bytes_per_second
+    return work.num_trainable * OPTIMIZERS.entry(work.config.train.optimizer).update_bytes / rates.bytes_per_second
 
 
 def step_seconds(work: Workload, rates: Rates, *, is_compiled: bool) -> float:
@@ -318,10 +318,8 @@ def _checkpoint_seconds(work: Workload) -> float:
 
 def checkpoint_bytes(work: Workload) -> int:
     """Return the size of a checkpoint: the trained weights and their optimizer states."""
-    size = 2 if not work.is_adapter and work.config.train.masters == "bf16" else 4
-    states = {"adamw8bit": 2.1, "galore": 2.0 * size}.get(work.config.train.optimizer, 2.0 * size)
     model = work.num_trainable if work.is_adapter else work.shape.num_weights
-    return int(model * size + work.num_trainable * states)
+    return model * work.master_bytes + work.state_bytes
 
 
 def _verdict_seconds(work: Workload, rates: Rates, known: MeasuredSpeed) -> float:

@@ -6,7 +6,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from tunewell.config.extensions import METHODS
+from tunewell.config.extensions import METHODS, OPTIMIZERS, MethodEntry
+from tunewell.config.prices import Shape, num_numbers
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder, micro_batches
 from tunewell.machine.facts import DeviceFacts
@@ -17,7 +18,6 @@ Lengths = npt.NDArray[np.int64]
 _SAMPLED_STEPS = 64
 EVERYDAY_TOKENS = 3_300
 """Tokens of the everyday text that the verdict evaluates with both models; 11,800 with one token per byte."""
-_TABLES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,12 @@ class Workload:
     everyday_tokens: int = EVERYDAY_TOKENS
 
     @property
+    def method(self) -> MethodEntry:
+        return METHODS.entry(self.config.method.kind)
+
+    @property
     def is_adapter(self) -> bool:
-        return METHODS.entry(self.config.method.kind).is_adapter
+        return self.method.is_adapter
 
     @property
     def is_gpu(self) -> bool:
@@ -84,28 +88,40 @@ class Workload:
         return [name for name in names if self.shape.is_exact and name not in known]
 
     @cached_property
+    def added(self) -> list[Shape]:
+        """The shapes of the weights that the method adds."""
+        settings = self.config.method
+        return [shape for own in self.adapted for shape in self.method.adds(own.inputs, own.outputs, settings)]
+
+    @cached_property
+    def trained(self) -> list[Shape]:
+        """The shapes of the base model's own weights that are trained."""
+        return [*self.method.trains(self.shape, self.config.method)]
+
+    @cached_property
     def num_adapter_weights(self) -> int:
         """Weights of the added matrices."""
-        if not self.is_adapter:
-            return 0
-        extra = 1 if self.config.method.kind == "dora" else 0
-        rank = self.config.method.rank
-        return sum(rank * (own.inputs + own.outputs) + extra * own.outputs for own in self.adapted)
+        return num_numbers(self.added)
 
     @cached_property
     def num_trained_base_weights(self) -> int:
         """Weights of the model itself that are trained."""
-        shape, method = self.shape, self.config.method
-        if not self.is_adapter:
-            if method.layers == "all":
-                return shape.num_weights
-            return sum(own.num_weights for own in shape.linears if own.layer in method.layers)
-        tables = [name for name in method.modules_to_save if name.rpartition(".")[2] in _TABLES]
-        return shape.vocab_size * shape.hidden_size * min(len(tables), 1 if shape.is_tied else 2)
+        return num_numbers(self.trained)
 
     @property
     def num_trainable(self) -> int:
         return self.num_adapter_weights + self.num_trained_base_weights
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a trained number."""
+        return 2 if not self.is_adapter and self.config.train.masters == "bf16" else 4
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """The size of the optimizer's state."""
+        optimizer = OPTIMIZERS.entry(self.config.train.optimizer)
+        return int(optimizer.state_bytes([*self.added, *self.trained], self.master_bytes, self.config.train))
 
     @cached_property
     def groups(self) -> list[list[int]]:

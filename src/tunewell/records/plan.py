@@ -115,11 +115,14 @@ class Plan(Record):
     save_every: Chosen[int]
     prediction: Prediction | None = None
     """None before it is computed."""
+    plugins: list[str] = Field(default_factory=list[str])
+    """Extensions of other packages that were used, with package and version; left out if there are none."""
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
     """Write the plan atomically, without secrets."""
-    write_atomic(folder / PLAN, stable_json(redact(plan.model_dump(mode="json"))))
+    left_out = None if plan.plugins else {"plugins"}
+    write_atomic(folder / PLAN, stable_json(redact(plan.model_dump(mode="json", exclude=left_out))))
 
 
 def read_plan(folder: Path) -> Plan:

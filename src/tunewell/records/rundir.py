@@ -234,11 +234,14 @@ class Outcome(Record):
     """What the process needed since its last start: peak memory and seconds by phase, the verdict included."""
     notes: list[str] = Field(default_factory=list)
     """Warnings, such as checkpoints that could not be saved or damage that was ignored."""
+    plugins: list[str] = Field(default_factory=list[str])
+    """Extensions of other packages that the run used, with package and version; left out if there are none."""
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write the outcome atomically, without secrets."""
-    write_atomic(folder / OUTCOME, stable_json(plain(outcome.model_dump())))
+    left_out = None if outcome.plugins else {"plugins"}
+    write_atomic(folder / OUTCOME, stable_json(plain(outcome.model_dump(exclude=left_out))))
 
 
 def find_outcome(run: Path) -> Outcome | None:

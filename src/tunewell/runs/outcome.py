@@ -7,6 +7,7 @@ from tunewell.config.extensions import METHODS
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
+from tunewell.core.plugins import used_plugins
 from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
 from tunewell.data.corpus.reader import Corpus
@@ -71,6 +72,7 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
         supervised_tokens=result.supervised_tokens,
         artefacts={what: _in_folder(path, result.run) for path, what in result.artefacts},
         notes=result.notes,
+        plugins=used_plugins(),
         healing=healing_summary(result.healing),
         advice=result.advice,
         signal=result.signal,

@@ -30,7 +30,7 @@ Candidate = tuple[str, tuple[str, ...]]
 def find_candidates(row: Mapping[str, Any]) -> list[Candidate]:
     """Return the formats that match the keys of the row, best first, each with the matching keys."""
     found: list[Candidate] = [(name, (key,)) for key, name in LISTS.items() if key in row]
-    entries = [entry for entry in map(FORMATS.entry, FORMATS.names()) if entry.columns]
+    entries = [entry for entry in FORMATS.entries() if entry.columns]
     found += [(entry.name, entry.columns) for entry in entries if all(key in row for key in entry.columns)]
     found += [(name, keys) for name, keys in PAIRS.items() if all(key in row for key in keys)]
     questions, answers = ([key for key in keys if key in row] for keys in (QUESTIONS, ANSWERS))
@@ -81,7 +81,7 @@ def match_ignoring_case(row: Mapping[str, Any]) -> dict[str, str]:
     """
     if find_candidates(row):
         return {}
-    known = {*KNOWN, *TEXTS, *LABELS, *(column for name in FORMATS.names() for column in FORMATS.entry(name).columns)}
+    known = {*KNOWN, *TEXTS, *LABELS, *(column for entry in FORMATS.entries() for column in entry.columns)}
     folded = {key: name for key in row if (name := str(key).strip().casefold()) in known}
     names = [folded.get(key, key) for key in row]
     is_match = len(set(names)) == len(names) and find_candidates(dict.fromkeys(names))

@@ -97,6 +97,7 @@ SOURCES = Registry(
         ),
         *(Entry(*entry) for entry in extension_entries("data source")),
     ],
+    group="sources",
 )
 
 FORMATS = {

@@ -149,7 +149,7 @@ def _export_format(file: SourceFile, options: ReadOptions) -> str | None:
     """Return the format of exported chats that is configured or that the file begins like, or None."""
     if options.format != "auto":
         return options.format if FORMATS.entry(options.format).files else None
-    entries = [entry for entry in map(FORMATS.entry, FORMATS.names()) if file.format in entry.files]
+    entries = [entry for entry in FORMATS.entries() if file.format in entry.files]
     if not entries:
         return None
     head = text_of(next(read_utf8(file, detect_encoding(file, options.encoding)), b"")[:_HEAD_BYTES])

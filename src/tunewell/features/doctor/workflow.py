@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunewell.core.errors import UserError
+from tunewell.core.plugins import find_plugins
 from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.core.registry import REGISTRIES
 from tunewell.core.units import count, size_bytes
 from tunewell.features.doctor.facts import Environment, read_packages
 from tunewell.features.doctor.findings import TRAINING, Diagnosis, Finding
@@ -49,14 +51,29 @@ def doctor(
             facts.python.executable, list(facts.versions), progress=lambda stage: progress(Progress(stage))
         )
         facts = replace(facts, imports=trials)
-    findings = [*run_checks(facts), *([problem] if problem else [])]
+    plugins, broken = _check_plugins(is_fast=is_fast) if python is None else ("", [])
+    findings = [*run_checks(facts), *([problem] if problem else []), *broken]
     return Diagnosis(
         findings,
-        facts=describe(facts),
+        facts=describe(facts) | ({"plugins": plugins} if plugins else {}),
         num_checks=len(CHECKS),
         python=facts.python.executable,
         seconds=time.perf_counter() - started,
     )
+
+
+def _check_plugins(*, is_fast: bool) -> tuple[str, list[Finding]]:
+    """Return the installed plugins with their folders, and a finding for each that cannot be imported."""
+    plugins, broken = find_plugins(), list[Finding]()
+    for plugin in [] if is_fast else plugins:
+        try:
+            registry = REGISTRIES.get(plugin.group)
+            registry.read(plugin) if registry else plugin.load()
+        except UserError as error:
+            broken.append(
+                Finding("plugin-broken", "warning", error.what, error.where or "", error.fix or "", group="plugins")
+            )
+    return "; ".join(f"{plugin} in {plugin.folder}" for plugin in plugins), broken
 
 
 def _load(config: Path | None) -> "tuple[LoadedConfig | None, Finding | None]":

@@ -140,6 +140,7 @@ STORES = Registry(
             "tunewell.features.retrieval.stores.postgres:PostgresStore",
         ),
     ],
+    group="stores",
 )
 
 
