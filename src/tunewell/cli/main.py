@@ -136,8 +136,8 @@ def _show_overview(*, is_json: bool) -> int:
     if is_json:
         emit(json_text(found.as_json()))
         return 0
-    lines = [_help(), ""] if found.is_empty else [folded_table([list(entry) for entry in found.entries])]
-    emit("\n".join([*lines, hanging("start: " if found.is_empty else "next: ", found.next_step)]))
+    lines = [_help(), ""] if not found.entries else [folded_table([list(entry) for entry in found.entries])]
+    emit("\n".join([*lines, hanging("start: " if not found.entries else "next: ", found.next_step)]))
     return 0
 
 

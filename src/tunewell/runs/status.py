@@ -1,29 +1,27 @@
 """The status of one run, read without torch: is it alive, what does it do, and when did it last make progress?"""
 
-import math
 import os
 import re
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import Owner, running_owner
 from tunewell.core.units import count, duration
-from tunewell.records.plan import PLAN
-from tunewell.records.rundir import LOCK, PULSE
 from tunewell.runs.hang_monitor import process_cpu_seconds
-from tunewell.runs.listing import RunSummary, read_object, summarise, tail_events
+from tunewell.runs.listing import RunSummary, summary_of
+from tunewell.runs.state import StoredRun, is_run, value_in
 
 _SAMPLE_SECONDS = 0.5
 _STACK_SECONDS = 3.0
 _SLOW_FACTOR = 3.0
 """A step that takes this many times longer than the median step is called slow."""
 _IDLE_SHARE = 0.01
+_RECENT_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -54,59 +52,46 @@ class RunStatus:
         return {**self.summary.as_json(), **values}
 
 
-def find_status(run: Path, *, with_stacks: bool = False) -> RunStatus | None:
+def find_status(folder: Path, *, with_stacks: bool = False) -> RunStatus | None:
     """Return the status of a run, or None if the path is a folder without a run of its own."""
-    if not (run / PLAN).exists() and not (run / "events.jsonl").exists():
-        if with_stacks:
-            raise UserError(f"`{run}` is not a run", fix="name a run folder; `tunewell runs` lists runs")
-        return None
-    return run_status(run, with_stacks=with_stacks)
+    if is_run(folder):
+        return run_status(folder, with_stacks=with_stacks)
+    if with_stacks:
+        raise UserError(f"`{folder}` is not a run", fix="name a run folder; `tunewell runs` lists runs")
+    return None
 
 
-def run_status(run: Path, *, with_stacks: bool = False) -> RunStatus:
+def run_status(folder: Path, *, with_stacks: bool = False) -> RunStatus:
     """Return the state of a run. It takes half a second for a running one, whose CPU time is measured.
 
     `with_stacks` makes the process dump the stack of each thread; raises UserError if it cannot.
     """
-    summary = summarise(run)
-    owner, is_running = running_owner(run / LOCK)
-    events = tail_events(run / "events.jsonl")
-    seconds = [event["seconds"] for event in events if _is_step(event) and event["seconds"]]
-    step_seconds = median(seconds) if seconds else None
-    since = _age(run / "events.jsonl")
-    here = owner if is_running and owner is not None and owner.host == socket.gethostname() else None
-    cpu, share = _cpu(here.pid) if here else (None, None)
-    is_idle = here is not None and share is not None and share < _IDLE_SHARE and not _is_runnable(here.pid)
-    if with_stacks and here is None:
+    run = StoredRun(folder)
+    summary, owner = summary_of(run), run.owner
+    pid = owner.pid if run.is_running and owner and owner.host == socket.gethostname() else None
+    if with_stacks and pid is None:
         raise UserError(
-            f"the run `{run}` has no running process on this machine",
+            f"the run `{folder}` has no running process on this machine",
             where=summary.note,
             fix="`tunewell runs RUN` shows its state",
         )
-    return RunStatus(
+    steps = [seconds for step in run.steps[-_RECENT_STEPS:] if (seconds := value_in(step, "seconds"))]
+    cpu, share = _cpu(pid) if pid else (None, None)
+    last = run.events[-1] if run.events else {}
+    status = RunStatus(
         summary=summary,
-        state=_state(summary, owner if is_running else None, is_idle=is_idle, since=since, step_seconds=step_seconds),
+        state="",
         owner=str(owner) if owner else None,
-        pid=here.pid if here else None,
-        stage=_stage(run, events) if is_running else None,
+        pid=pid,
+        stage=_stage(run) if run.is_running else None,
         cpu_seconds=cpu,
         cpu_share=share,
-        step_seconds=step_seconds,
-        since_event=since,
-        last_event=_without_details(events[-1]) if events else {},
-        stacks=dump_stacks(here.pid) if with_stacks and here else None,
+        step_seconds=median(steps) if steps else None,
+        since_event=max(0.0, time.time() - run.logged_at) if run.logged_at else None,
+        last_event={key: value for key, value in last.items() if key not in ("phases", "batch_sha256")},
+        stacks=dump_stacks(pid) if with_stacks and pid else None,
     )
-
-
-def _is_step(event: dict[str, Any]) -> bool:
-    return event.get("kind") == "step" and isinstance(event.get("seconds"), int | float)
-
-
-def _age(path: Path) -> float | None:
-    try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except OSError:
-        return None
+    return replace(status, state=_state(run, status))
 
 
 def _cpu(pid: int) -> tuple[float | None, float | None]:
@@ -130,48 +115,40 @@ def _is_runnable(pid: int) -> bool:
     return False
 
 
-def _state(
-    summary: RunSummary, owner: Owner | None, *, is_idle: bool, since: float | None, step_seconds: float | None
-) -> str:
-    if owner is None:
-        note = (summary.note or "").removeprefix(f"{summary.status} ")  # "finished all 60 steps"
-        return f"{summary.status}: {note}" if note else summary.status
-    if owner.host != socket.gethostname():
-        return f"running on {owner.host}, which cannot be checked from here"
-    is_late = since is not None and step_seconds is not None and since > max(_SLOW_FACTOR * step_seconds, 5.0)
+def _state(run: StoredRun, now: RunStatus) -> str:
+    if not run.is_running:
+        name = now.summary.status
+        note = (now.summary.note or "").removeprefix(f"{name} ")  # "finished all 60 steps"
+        return f"{name}: {note}" if note else name
+    if now.pid is None:
+        return f"running on {run.owner.host if run.owner else '?'}, which cannot be checked from here"
+    since, usual = now.since_event, now.step_seconds
+    is_late = since is not None and usual is not None and since > max(_SLOW_FACTOR * usual, 5.0)
     ago = f"the last line in `events.jsonl` is {duration(since)} old" if since is not None else "no step yet"
-    if is_idle:
-        if not is_late and since is not None:
-            return "running"
+    is_idle = now.cpu_share is not None and now.cpu_share < _IDLE_SHARE and not _is_runnable(now.pid)
+    if is_idle and (is_late or since is None):
         return f"running, but it uses no CPU time now, and {ago}: it may hang, or wait for a GPU, a disk or a download"
-    if is_late and step_seconds:
-        return f"computing, but {ago}, and a step usually takes {duration(step_seconds)}"
+    if is_late and usual and not is_idle:
+        return f"computing, but {ago}, and a step usually takes {duration(usual)}"
     return "running" if since is not None else "starting"
 
 
-def _stage(run: Path, events: list[dict[str, Any]]) -> str | None:
+def _stage(run: StoredRun) -> str | None:
     """Return what `.pulse` says: a stage, or the step in progress with its forward passes."""
-    pulse = read_object(run / PULSE) or {}
-    passes, step = pulse.get("passes"), pulse.get("step")
-    if pulse.get("stage"):
-        return f"{pulse['stage']} ({count(passes, 'forward pass', 'forward passes')})" if passes else pulse["stage"]
-    if not isinstance(passes, int) or not isinstance(step, int):
+    stage = value_in(run.activity, "stage", kind=str)
+    passes, step = (value_in(run.activity, name, kind=int) for name in ("passes", "step"))
+    if stage:
+        return f"{stage} ({count(passes, 'forward pass', 'forward passes')})" if passes else stage
+    if passes is None or step is None:
         return None
-    last = next((event for event in reversed(events) if _is_step(event)), {})
-    if isinstance(last.get("step"), int) and last["step"] > step:  # short steps: the pulse is a second old
-        return f"step {count(last['step'] + 1)}"
-    usual = last.get("micro_batches")
-    passes = min(passes, usual) if isinstance(usual, int) else passes  # the update counts as passes too
-    of = f" of about {count(usual)}" if isinstance(usual, int) else ""
-    return f"step {count(step + 1)}, forward pass {count(passes)}{of}" if passes else f"step {count(step + 1)}"
-
-
-def _without_details(event: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in event.items() if key not in ("phases", "batch_sha256") and not _is_nan(value)}
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+    last = run.steps[-1] if run.steps else {}
+    if (logged := value_in(last, "step", kind=int)) and logged > step:  # short steps: the pulse is a second old
+        return f"step {count(logged + 1)}"
+    if not passes:
+        return f"step {count(step + 1)}"
+    usual = value_in(last, "micro_batches", kind=int)
+    done = passes if usual is None else min(passes, usual)  # the update counts as passes too
+    return f"step {count(step + 1)}, forward pass {count(done)}{f' of about {count(usual)}' if usual else ''}"
 
 
 def dump_stacks(pid: int) -> str:

@@ -12,7 +12,7 @@ from tunewell.features.compare.measure import Exam, measure_alone, measure_with_
 from tunewell.inference.batch import Answerer, ModelAnswerer, ServerAnswerer
 from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.inference.model_ref import ModelRef
-from tunewell.runs.listing import training_seconds
+from tunewell.runs.state import StoredRun
 
 TRAINING, INDEX = "training", "index"
 
@@ -70,7 +70,7 @@ class ColumnSession:
                 yield from self._asked(self._bases[base], answerer, is_own=is_own, needs=frozenset(), seconds=0.0)
         is_trained = ref.kind != "model"
         needs = frozenset({TRAINING} if is_trained else ())
-        seconds = training_seconds(ref.path) if ref.kind == "run" and ref.path else None if is_trained else 0.0
+        seconds = StoredRun(ref.path).seconds if ref.kind == "run" and ref.path else None if is_trained else 0.0
         yield from self._asked(
             subject.name,
             self._answerer(model, model.runtime),

@@ -15,9 +15,9 @@ from tunewell.features.compare.options import CompareOptions
 from tunewell.features.compare.page import comparison_page
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
-from tunewell.records.rundir import OUTCOME
-from tunewell.runs.listing import read_object, summarise, training_seconds
+from tunewell.runs.listing import summary_of
 from tunewell.runs.loss_curve import line_of_run
+from tunewell.runs.state import StoredRun, value_in
 
 PAGE, DATA = "compare.html", "compare.json"
 OUT = Path("comparison")
@@ -142,13 +142,12 @@ def _validated(run: Path, first: Path, out: Path, progress: ProgressListener) ->
 
 
 def _column(run: Path, plan: Plan, report: Report, name: str) -> Column:
-    summary, outcome = summarise(run), read_object(run / OUTCOME) or {}
-    measured: dict[str, Any] = outcome.get("measured") or {}
-    peak = measured.get("peak_bytes")
+    stored = StoredRun(run)
+    summary, peak = summary_of(stored), value_in(stored.outcome, "measured", "peak_bytes")
     resources = {
         "tokens per second": summary.tokens_per_second,
-        "seconds": training_seconds(run),
-        "peak memory, MiB": peak / 2**20 if isinstance(peak, int) else None,
+        "seconds": stored.seconds,
+        "peak memory, MiB": peak / 2**20 if peak else None,
         "steps": summary.steps,
     }
     line = line_of_run(run, name)

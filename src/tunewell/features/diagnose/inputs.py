@@ -19,6 +19,7 @@ from tunewell.features.diagnose.reading import EVENTS, SMALL_BYTES, Reading, rea
 from tunewell.features.diagnose.tensorboard import event_lines
 from tunewell.features.diagnose.text import read_chunks, utf16_of
 from tunewell.records.healing import HEALING
+from tunewell.runs.state import StoredRun
 
 _MAX_FILES, _MAX_DEPTH, _MAX_SEEN = 200, 3, 20_000
 _MAX_JSON = 64 << 20
@@ -85,10 +86,10 @@ class _Joined(io.RawIOBase):
 def _readings(file: Path, name: str, refused: list[str], notes: list[str]) -> Iterator[Reading]:
     """Yield the readings of a file, or of a run folder of tunewell."""
     if file.is_dir():
-        from tunewell.features.diagnose.own_runs import read_own_run, traceback_of
+        from tunewell.features.diagnose.own_runs import read_own_run
 
         yield from read_own_run(file, notes)
-        if (crash := traceback_of(file)) is not None and (reading := _read(crash, crash.name, refused)) is not None:
+        if (crash := StoredRun(file).crash) is not None and (reading := _read(crash, crash.name, refused)) is not None:
             yield reading
     elif (reading := _read(file, name, refused)) is not None:
         yield reading

@@ -15,13 +15,8 @@ from tunewell.features.diagnose.matcher import Hits
 from tunewell.features.diagnose.readers import read_run
 from tunewell.features.diagnose.reading import EVENTS, Reading, signatures
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
-from tunewell.records.rundir import CRASH, OUTCOME
+from tunewell.runs.state import StoredRun
 from tunewell.training.log_rules import NOTHING_READ, replay
-
-
-def traceback_of(folder: Path) -> Path | None:
-    """Return the file with the traceback that ended a run, or None."""
-    return folder / CRASH if (folder / CRASH).is_file() else None
 
 
 def read_own_run(folder: Path, notes: list[str]) -> list[Reading]:
@@ -34,7 +29,7 @@ def read_own_run(folder: Path, notes: list[str]) -> list[Reading]:
         entries = read_healing(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"the run in `{folder}` is damaged: {error}", fix="give the printed log instead") from None
-    outcome = _outcome(folder)
+    outcome = StoredRun(folder).outcome
     lines = _lines_by_step(folder)
     steps = _reading(EVENTS, num_lines=len(lines), num_steps=sum(step.held_out_loss is None for step in log.steps))
     for finding in replay(log.steps, log.about) if log.steps else []:
@@ -87,10 +82,3 @@ def _lines_by_step(folder: Path) -> dict[int, tuple[int, str]]:
         )
         found[event.get("step", 0)] = (number, shown)
     return found
-
-
-def _outcome(folder: Path) -> dict[str, Any]:
-    try:
-        return parse_json(read_text(folder / OUTCOME))
-    except (OSError, ValueError):
-        return {}

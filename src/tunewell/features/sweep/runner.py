@@ -33,11 +33,9 @@ from tunewell.features.sweep.sweep import (
 from tunewell.machine.device import measure_threads
 from tunewell.models.shared import sharing
 from tunewell.records.plan import PLAN, Chosen
-from tunewell.records.report import REPORT
-from tunewell.records.rundir import OUTCOME
 from tunewell.runs.config import RunOptions, load_for_run
-from tunewell.runs.listing import read_object
 from tunewell.runs.loss_curve import curves_svg, line_of_run
+from tunewell.runs.state import StoredRun
 from tunewell.training.events import Listener
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.train import require_trainable, run_training
@@ -157,7 +155,7 @@ class SweepRunner:
     def train(self, trial: Trial, listener: Listener) -> None:
         """Train or resume one trial, or validate it if it was killed before its verdict."""
         run = self.run_of(trial)
-        if _outcome(run).get("status") == "finished":
+        if StoredRun(run).outcome.get("status") == "finished":
             validate(run, options=ValidateOptions(allow_pickle=self.options.allow_pickle), progress=listener)
             return
         is_resuming = (run / PLAN).is_file()
@@ -169,10 +167,10 @@ class SweepRunner:
         return self.folder / trial.name
 
     def _is_done(self, trial: Trial) -> bool:
-        run = self.run_of(trial)
-        outcome = _outcome(run)
+        run = StoredRun(self.run_of(trial))
+        outcome = run.outcome
         if outcome.get("status") == "finished":
-            return (run / REPORT).is_file() or not self.load(trial).config.verdict.after_training
+            return run.has_report or not self.load(trial).config.verdict.after_training
         return outcome.get("status") in ("stopped", "failed") and "was not saved" not in str(outcome.get("reason"))
 
     def _measure_threads(self, shapes: Sequence[Any]) -> Chosen[int]:
@@ -228,10 +226,6 @@ def data_key(trial: Trial) -> str:
         return path[0] in _DATA_KEYS or path == ("method", "adapter")
 
     return json.dumps({key: value for key, value in trial.settings.items() if changes_data(key)}, sort_keys=True)
-
-
-def _outcome(run: Path) -> dict[str, Any]:
-    return read_object(run / OUTCOME) or {}
 
 
 @contextmanager

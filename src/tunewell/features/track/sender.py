@@ -22,12 +22,10 @@ from tunewell.evaluation.comparison import flat_settings
 from tunewell.features.track.base import Point, Progress, TrackedRun, Tracker
 from tunewell.records.events import with_numbers
 from tunewell.records.healing import HEALING
-from tunewell.records.plan import PLAN
-from tunewell.runs.listing import read_object
+from tunewell.runs.state import EVENTS, StoredRun, read_object
 
 _BATCH = 200
 _HASH_BYTES = 8
-EVENTS = "events.jsonl"
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -47,7 +45,7 @@ class Sender:
         folder.mkdir(exist_ok=True)
         self._lock = FolderLock.take(folder / f"{name}.lock", doing=f"sending `{run}` to `{name}`")
         self._state_path, self._seen_path = folder / f"{name}.json", folder / f"{name}.seen"
-        self._progress = Progress(**(read_object(self._state_path) or {}))
+        self._progress = Progress(**read_object(self._state_path))
         self._seen = _read_seen(self._seen_path)
         try:
             self._tracker: Tracker = TRACKERS.load(name)()
@@ -127,7 +125,7 @@ def num_unsent(run: Path, name: str) -> int:
 
 def _settings(run: Path) -> dict[str, Any]:
     """Return the settings and the choices of a plan by dotted keys, as single values."""
-    plan = redact(read_object(run / PLAN) or {})
+    plan = redact(StoredRun(run).plan)
     chosen = {
         f"plan.{key}": value["value"] for key, value in plan.items() if isinstance(value, dict) and "value" in value
     }

@@ -10,7 +10,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.redact import redact
 from tunewell.features.track.sender import Sender, require_trackers
-from tunewell.runs.listing import summarise
+from tunewell.runs.state import EVENTS, StoredRun
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ def track(run: str | Path, *, to: str, progress: ProgressListener = silent) -> T
     """Send the metrics that were not sent yet. Raise UserError if there is no run, or if the tracker failed."""
     folder = Path(run).expanduser()
     TRACKERS.entry(to)
-    if not (folder / "events.jsonl").is_file():
+    if not (folder / EVENTS).is_file():
         raise UserError(
             f"there is no run in `{folder}`",
-            where=f"expected `{folder / 'events.jsonl'}`",
+            where=f"expected `{folder / EVENTS}`",
             fix="`tunewell runs` lists runs",
         )
     require_trackers([to])
@@ -40,7 +40,7 @@ def track(run: str | Path, *, to: str, progress: ProgressListener = silent) -> T
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), Sender(folder, to) as sender:
-            status = summarise(folder).status
+            status = StoredRun(folder).status
             num_sent = sender.catch_up()
             if status != "running":
                 sender.close(status)
