@@ -28,6 +28,8 @@ class PostgresServer:
         if hasattr(os, "geteuid") and os.geteuid() == 0:  # the server refuses to run as root
             ensure_user_exists("embedded_postgres")
             shutil.chown(self.folder, "embedded_postgres")
+            if self.folder.parent.name.startswith("tunewell-tests-"):
+                self.folder.parent.chmod(0o711)  # the temporary folder of the tests is root's own
             self._user = {"user": "embedded_postgres"}
         options = ["-U", "postgres", "--auth=trust", "--encoding=utf8", "--locale=C", "--no-sync", "--no-instructions"]
         self._run("initdb", *options)

@@ -6,12 +6,11 @@ Memory holds one document, one block of passages and 32 bytes per passage. Vecto
 folder as they are computed, so that an interrupted run goes on where it stopped.
 """
 
-import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -39,6 +38,7 @@ from tunewell.features.retrieval.records import (
 from tunewell.features.retrieval.stores.base import (
     IndexedDocument,
     Store,
+    json_line,
     parse_passage,
     shown_address,
     store_class,
@@ -201,7 +201,7 @@ class Spool:
             return False
         self._seen.add(key)
         self.keys.append(key)
-        self._file.write(json.dumps(asdict(passage), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        self._file.write(json_line(passage) + b"\n")
         return True
 
     def passages(self) -> Iterator[Passage]:

@@ -4,10 +4,11 @@ A store is written in one go from a spool of passages and vectors (`StoredPassag
 or the new content, never a mixture. To keep indexes elsewhere, write one class and add one line to `STORES`.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
@@ -119,6 +120,11 @@ class Store(Protocol):
     def close(self) -> None:
         """Close files and connections."""
         ...
+
+
+def json_line(value: Passage | IndexedDocument) -> bytes:
+    """Return a passage or a document as one line of JSON, without its end."""
+    return json.dumps(asdict(value), ensure_ascii=False).encode("utf-8", "replace")
 
 
 def parse_passage(line: bytes | str) -> Passage:

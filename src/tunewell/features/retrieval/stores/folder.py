@@ -12,7 +12,6 @@ INDEX/data-1f03ab9c/          the content that the manifest names
 """
 
 import errno
-import json
 import os
 import re
 import secrets
@@ -21,7 +20,6 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,7 @@ from tunewell.features.retrieval.records import (
     read_index,
     write_index,
 )
-from tunewell.features.retrieval.stores.base import Hits, IndexedDocument, StoredPassages, parse_passage
+from tunewell.features.retrieval.stores.base import Hits, IndexedDocument, StoredPassages, json_line, parse_passage
 from tunewell.features.retrieval.words import words
 from tunewell.records.base import FileRecord
 
@@ -269,7 +267,7 @@ def _write_data(folder: Path, content: StoredPassages, language: str, progress: 
     with open_file(folder / "passages.jsonl", "wb") as lines, open_file(folder / "keys.bin", "wb") as keys:
         for number, passage in enumerate(content.passages()):
             offsets[number] = lines.tell()
-            lines.write(json.dumps(asdict(passage), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            lines.write(json_line(passage) + b"\n")
             keys.write(bytes.fromhex(passage.key))
             document = tantivy.Document()
             document.add_text("words", " ".join(words(passage.searched, language)))
@@ -278,8 +276,7 @@ def _write_data(folder: Path, content: StoredPassages, language: str, progress: 
             if number % 1000 == 0:
                 progress(Progress("writing the index", number, len(content), "passages"))
     with open_file(folder / "documents.jsonl", "wb") as lines:
-        for entry in content.documents:
-            lines.write(json.dumps(asdict(entry), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        lines.writelines(json_line(entry) + b"\n" for entry in content.documents)
     writer.commit()
     writer.wait_merging_threads()
     np.save(folder / "offsets.npy", offsets)

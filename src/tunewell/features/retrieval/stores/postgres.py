@@ -13,12 +13,10 @@ A reader holds a shared lock on its generation; a writer drops the old generatio
 
 import json
 import secrets
-import struct
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from itertools import islice
 from math import log
 from typing import Any
@@ -29,7 +27,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.records import DamagedIndex, IndexManifest, SearchSettings
-from tunewell.features.retrieval.stores.base import Hits, IndexedDocument, StoredPassages, parse_passage
+from tunewell.features.retrieval.stores.base import Hits, IndexedDocument, StoredPassages, json_line, parse_passage
 from tunewell.features.retrieval.stores.postgres_connection import (
     Address,
     as_user_errors,
@@ -56,8 +54,7 @@ _MAX_INDEXED_DIMENSIONS = 2000
 """Limit of pgvector's HNSW index, and of a row that is stored without compression."""
 _K1, _B = 1.2, 0.75
 _BLOCK = 16_384
-_INT4, _INT2 = 23, 21
-"""Type numbers of `int4` and `int2` in the binary format of arrays."""
+_MAX_INT2 = 32_767
 _SETUP = """
 CREATE SCHEMA IF NOT EXISTS tunewell;
 CREATE TABLE IF NOT EXISTS tunewell.indexes (
@@ -68,6 +65,13 @@ CREATE TABLE passages (number int4 PRIMARY KEY, key bytea NOT NULL, passage text
 CREATE TABLE vectors (number int4 PRIMARY KEY, embedding vector({dimension}) NOT NULL);
 CREATE TABLE postings (word text, num_passages int4, numbers int4[], frequencies int2[], lengths int2[]);
 CREATE TABLE documents (number int4 PRIMARY KEY, document text NOT NULL)"""
+_TYPES = {
+    "passages": ["int4", "bytea", "bytea"],
+    "vectors": ["int4", "bytea"],
+    "postings": ["text", "int4", "int4[]", "int2[]", "int2[]"],
+    "documents": ["int4", "bytea"],
+}
+"""The types of the columns for psycopg; `bytea` is also for what is in PostgreSQL's binary format already."""
 _BM25 = f"""
 SELECT one.number, sum(
     weight * one.frequency / (one.frequency + ({_K1 * (1 - _B)}::float8 + %(per_word)s::float8 * one.length))
@@ -173,13 +177,13 @@ class PostgresStore:
         # `+ 0` keeps PostgreSQL from using the HNSW index, which finds no more than `_EF_SEARCH` passages.
         order = f"{distance} + 0, number" if limit > _EF_SEARCH else distance
         query = f"SELECT number, {distance} FROM vectors ORDER BY {order} LIMIT %(limit)s"
-        values = {"vector": "[" + ",".join(f"{float(part):.9g}" for part in vector) + "]", "limit": limit}
+        values = {"vector": str(vector.tolist()), "limit": limit}
         hits = [(number, -float(negative)) for number, negative in self._rows(query, values)]
         return sorted(hits, key=lambda hit: (-hit[1], hit[0]))
 
     def passages(self, numbers: Sequence[int]) -> list[Passage]:
         """Return passages by number."""
-        wanted = [int(number) for number in numbers]
+        wanted = list(map(int, numbers))
         found = dict(self._rows("SELECT number, passage FROM passages WHERE number = ANY(%s)", (wanted,)))
         try:
             return [parse_passage(found[number]) for number in wanted]
@@ -197,7 +201,7 @@ class PostgresStore:
 
     def vectors(self, numbers: Sequence[int]) -> np.ndarray:
         """Return vectors by number."""
-        wanted = [int(number) for number in numbers]
+        wanted = list(map(int, numbers))
         found = dict(self._rows("SELECT number, embedding FROM vectors WHERE number = ANY(%s)", (wanted,), binary=True))
         if missing := [number for number in wanted if number not in found]:
             raise DamagedIndex(self._address.shown, f"vector {missing[0]} is missing")
@@ -273,15 +277,17 @@ def _write_tables(
     for start in range(0, len(content), _BLOCK):
         progress(Progress("writing the index", start, len(content), "passages"))
         block = list(islice(passages, _BLOCK))
-        rows = ((_int(n), bytes.fromhex(one.key), _json(asdict(one))) for n, one in enumerate(block, start))
+        rows = ((number, bytes.fromhex(one.key), json_line(one)) for number, one in enumerate(block, start))
         _copy(connection, "passages", rows)
         vectors = content.vectors[start : start + len(block)].astype(">f4")
-        head = struct.pack(">hh", dimension, 0)
-        _copy(connection, "vectors", ((_int(n), head + one.tobytes()) for n, one in enumerate(vectors, start)))
+        head = np.array([dimension, 0], ">i2").tobytes()  # of a vector in pgvector's binary format
+        rows = ((number, head + one.tobytes()) for number, one in enumerate(vectors, start))
+        _copy(connection, "vectors", rows)
         found = [words(one.searched, manifest.language.value) for one in block]
         num_words += sum(map(len, found))
         _copy(connection, "postings", _postings(found, start))
-    _copy(connection, "documents", ((_int(n), _json(asdict(one))) for n, one in enumerate(content.documents)))
+    rows = ((number, json_line(one)) for number, one in enumerate(content.documents))
+    _copy(connection, "documents", rows)
     connection.execute("CREATE INDEX ON postings (word)")
     if is_small and len(content) > EXACT_PASSAGES:
         progress(Progress("indexing the vectors", 0, len(content), "passages"))
@@ -291,24 +297,14 @@ def _write_tables(
     return num_words / max(1, len(content))
 
 
-def _postings(found: list[list[str]], start: int) -> Generator[tuple[bytes, ...], None, None]:
+def _postings(found: list[list[str]], start: int) -> Iterator[tuple[Any, ...]]:
     """Yield one row per word of a block of passages."""
-    numbers: dict[str, list[int]] = {}
-    frequencies: dict[str, list[int]] = {}
-    for number, one in enumerate(found):
+    postings: dict[str, list[tuple[int, int, int]]] = {}
+    for number, one in enumerate(found, start):
         for word, times in Counter(one).items():
-            numbers.setdefault(word, []).append(number)
-            frequencies.setdefault(word, []).append(times)
-    lengths = np.minimum([len(one) for one in found], 32_767)
-    for word, rows in numbers.items():
-        times = np.minimum(frequencies[word], 32_767)
-        yield (
-            word.encode(),
-            _int(len(rows)),
-            _array(np.add(rows, start), _INT4, ">i4"),
-            _array(times, _INT2, ">i2"),
-            _array(lengths[rows], _INT2, ">i2"),
-        )
+            postings.setdefault(word, []).append((number, min(times, _MAX_INT2), min(len(one), _MAX_INT2)))
+    for word, rows in postings.items():
+        yield word, len(rows), *map(list, zip(*rows, strict=True))
 
 
 def _drop_unused(connection: Any, address: Address, *, keep: str) -> None:
@@ -321,24 +317,9 @@ def _drop_unused(connection: Any, address: Address, *, keep: str) -> None:
             connection.execute("SELECT pg_advisory_unlock(%s)", number)
 
 
-def _copy(connection: Any, table: str, rows: Iterable[tuple[bytes, ...]]) -> None:
+def _copy(connection: Any, table: str, rows: Iterable[tuple[Any, ...]]) -> None:
     """Send rows in PostgreSQL's binary format: several times as fast as text, and without rounding."""
     with connection.cursor().copy(f"COPY {table} FROM STDIN (FORMAT binary)") as copy:
-        copy.write(b"PGCOPY\n\xff\r\n\0" + bytes(8))
+        copy.set_types(_TYPES[table])
         for row in rows:
-            copy.write(struct.pack(">h", len(row)) + b"".join(_int(len(field)) + field for field in row))
-        copy.write(b"\xff\xff")
-
-
-def _int(number: int) -> bytes:
-    return struct.pack(">i", number)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
-
-
-def _array(values: np.ndarray, kind: int, form: str) -> bytes:
-    fields = np.empty(len(values), [("size", ">i4"), ("value", form)])
-    fields["size"], fields["value"] = np.dtype(form).itemsize, values
-    return struct.pack(">5i", 1, 0, kind, len(values), 1) + fields.tobytes()
+            copy.write_row(row)

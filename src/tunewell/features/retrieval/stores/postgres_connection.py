@@ -67,39 +67,40 @@ def connect(address: Address) -> Any:
         ) from None
 
 
+_OLD_IS_UNCHANGED = "the old index is unchanged"
+_PROBLEMS = (
+    (
+        "InsufficientPrivilege",
+        "the database refuses access",
+        "ask its owner for `GRANT CREATE ON DATABASE`, or use another user",
+    ),
+    (
+        "DiskFull",
+        "the disk of the database server is full",
+        f"free space there and run the command again; {_OLD_IS_UNCHANGED}",
+    ),
+    (
+        "OperationalError",
+        "the connection to the database was lost",
+        f"run the command again: {_OLD_IS_UNCHANGED}, and finished vectors are not computed again",
+    ),
+    ("Error", "the database reports an error", f"the log of the server has the details; {_OLD_IS_UNCHANGED}"),
+)
+"""Classes of `psycopg.errors`, what happened, and what to do. The first class that fits counts."""
+
+
 @contextmanager
 def as_user_errors(address: Address) -> Generator[None, None, None]:
     """Raise UserError for every error of the database."""
     psycopg = psycopg_module()
     try:
         yield
-    except psycopg.errors.InsufficientPrivilege as error:
-        raise UserError(
-            f"the database refuses access: {_message(error)}",
-            where=address.shown,
-            fix="ask its owner for `GRANT CREATE ON DATABASE`, or use another user",
-        ) from error
-    except psycopg.errors.DiskFull as error:
-        raise UserError(
-            f"the disk of the database server is full: {_message(error)}",
-            where=address.shown,
-            fix="free space there and run the command again; the old index is unchanged",
-        ) from error
     except psycopg.errors.UndefinedTable as error:
         what, where = f"the index `{address.shown}` is damaged or was replaced", _message(error)
         raise UserError(what, where=where, fix="run the command again, or create the index again") from error
-    except psycopg.OperationalError as error:
-        raise UserError(
-            f"the connection to the database was lost: {_message(error)}",
-            where=address.shown,
-            fix="run the command again: the old index is unchanged, and finished vectors are not computed again",
-        ) from error
     except psycopg.Error as error:
-        raise UserError(
-            f"the database reports an error: {_message(error)}",
-            where=address.shown,
-            fix="the log of the server has the details; the old index is unchanged",
-        ) from error
+        what, fix = next(rest for name, *rest in _PROBLEMS if isinstance(error, getattr(psycopg.errors, name)))
+        raise UserError(f"{what}: {_message(error)}", where=address.shown, fix=fix) from error
 
 
 def _message(error: Any) -> str:
