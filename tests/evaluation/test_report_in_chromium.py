@@ -15,7 +15,7 @@ from tunewell.evaluation.report.page import report_page
 from tunewell.records.report import Report
 from tunewell.runs.loss_curve import Line
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 _OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 _OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = true })"

@@ -8,7 +8,7 @@ from hostile_texts import PAYLOADS
 from test_page import dirty_rows, page_of
 from tests.corpora import prepare_in, write_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 _OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 _SHOWN = "Array.from(document.querySelectorAll('.row')).filter(row => row.checkVisibility())"
