@@ -57,7 +57,7 @@ def test_an_ordinary_pattern_is_tried_once(tiny_model, tmp_path, monkeypatch):
     """Guards the time of each start: the result is cached."""
     model = spoiled(tiny_model, tmp_path / "model", ORDINARY)
     load_tokenizer(model)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("tried again"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("tried again"))
     load_tokenizer(model)
 
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import tunewell
 from corpora import write_rows
 from tunewell.cli.main import main
+from tunewell.core import child
 from tunewell.core.errors import UserError
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export import proof_process as process
@@ -259,16 +260,16 @@ def test_the_error_of_the_proving_process_is_passed_on(tmp_path: Path, monkeypat
         monkeypatch.setattr(sys, "stdin", io.StringIO(sent))
         return prove.main()
 
-    monkeypatch.setattr(process.subprocess, "Popen", lambda *_, **__: FakeProcess(act))
+    monkeypatch.setattr(child.subprocess, "Popen", lambda *_, **__: FakeProcess(act))
     with pytest.raises(UserError, match=r"could not be verified: .* is not an export") as caught:
-        process.prove_in_new_process(tmp_path)
+        process.ProofProcess().prove(tmp_path)
     assert "tunewell export" in str(caught.value.fix) and "exited with code 2" in str(caught.value.where)
 
 
 def test_a_proving_process_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.subprocess, "Popen", lambda *_, **__: FakeProcess(lambda _: -9))
+    monkeypatch.setattr(child.subprocess, "Popen", lambda *_, **__: FakeProcess(lambda _: -9))
     with pytest.raises(UserError, match="could not be verified") as caught:
-        process.prove_in_new_process(tmp_path)
+        process.ProofProcess().prove(tmp_path)
     assert "exited with code -9" in str(caught.value.where)
 
 

@@ -20,6 +20,7 @@ from corpora import tree, write_rows, write_sums
 from forked import run_command
 from tunewell.cli.screens.plan import plan_screen
 from tunewell.config.load import load_config
+from tunewell.core import child
 from tunewell.core.errors import UserError
 from tunewell.machine.facts import cpu_facts
 from tunewell.records.plan import read_plan
@@ -94,7 +95,7 @@ def test_real_steps_predict_what_the_run_then_needs(project: Path, monkeypatch: 
         ("kill -9 $$", "was killed, most likely because the machine ran out of memory"),
         ("kill -11 $$", "crashed (SIGSEGV)"),
         ("echo 'ImportError: libcudart' >&2; exit 1", "ImportError: libcudart"),
-        ("""echo 'RESULT {"error": "out of memory: a step does not fit"}'""", "a step does not fit"),
+        ("""echo '{"result": {"problem": "out of memory: a step does not fit"}}'""", "a step does not fit"),
     ],
 )
 def test_a_measuring_process_that_dies_leaves_the_computed_plan(
@@ -102,7 +103,7 @@ def test_a_measuring_process_that_dies_leaves_the_computed_plan(
 ) -> None:
     """The plan is still worth something, and says why no step was taken."""
     real = subprocess.Popen
-    monkeypatch.setattr(probe.subprocess, "Popen", lambda line, **options: real(["sh", "-c", script], **options))
+    monkeypatch.setattr(child.subprocess, "Popen", lambda line, **options: real(["sh", "-c", script], **options))
     result = _plan(options=PlanOptions())
     assert not result.prediction.is_measured
     assert reason in result.notes[0]
@@ -113,8 +114,8 @@ def test_a_measuring_process_that_dies_leaves_the_computed_plan(
 def test_a_plan_that_is_terminated_leaves_nothing(project: Path) -> None:
     """The measuring process went on for minutes, and its folder stayed in the temporary folder."""
     script = (
-        "from tunewell.cli.main import main; from tunewell.runs import probe; real = probe.subprocess.Popen;"
-        "probe.subprocess.Popen = lambda line, **options: real(['sleep', '60'], **options); main(['plan'])"
+        "from tunewell.cli.main import main; from tunewell.core import child; real = child.subprocess.Popen;"
+        "child.subprocess.Popen = lambda line, **options: real(['sleep', '60'], **options); main(['plan'])"
     )
     temporary = project / "tmp"
     temporary.mkdir()
@@ -298,10 +299,10 @@ def test_a_setting_that_a_card_refuses_is_shown_with_its_way_out(gemma: Path) ->
 
 def test_what_the_engine_refuses_is_an_error_of_the_plan(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A typo in `method.targets` was a note below FITS, and `train` stopped after it had loaded the model."""
-    report = {"error": "the model has no linear layer `q_porj`", "where": "`method.targets`", "fix": "`q_proj`"}
-    script = f"echo 'RESULT {json.dumps(report | {'is_refused': True})}'"
+    report = {"what": "the model has no linear layer `q_porj`", "where": "`method.targets`", "fix": "`q_proj`"}
+    script = f"echo '{json.dumps({'error': report})}'"
     real = subprocess.Popen
-    monkeypatch.setattr(probe.subprocess, "Popen", lambda line, **options: real(["sh", "-c", script], **options))
+    monkeypatch.setattr(child.subprocess, "Popen", lambda line, **options: real(["sh", "-c", script], **options))
     with pytest.raises(UserError, match="no linear layer `q_porj`") as caught:
         _plan(options=PlanOptions())
     assert (caught.value.where, caught.value.fix) == (report["where"], report["fix"])

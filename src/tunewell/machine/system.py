@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tunewell.core.child import run
 from tunewell.machine.facts import usable_cores
 
 _WSL_PROGRAMS = "/usr/lib/wsl/lib/"
@@ -38,23 +38,10 @@ class System:
         program = shutil.which(command[0]) or shutil.which(_WSL_PROGRAMS + command[0])
         if program is None:
             return None
-        child = subprocess.Popen(
-            [program, *command[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        try:
-            # Not `subprocess.run`, which waits for ever for a process that the driver has blocked.
-            text = child.communicate(timeout=seconds)[0]
-        except subprocess.TimeoutExpired:
-            child.kill()
-            raise TimeoutError(f"no answer within {seconds:g} s") from None
-        if child.returncode:
-            raise OSError(" ".join(text.split())[:300] or f"exit code {child.returncode}")
-        return text
+        done = run([program, *command[1:]], seconds=seconds, merges_errors=True)
+        if done.code:
+            raise OSError(" ".join(done.out.split())[:300] or f"exit code {done.code}")
+        return done.out
 
     def free_disk(self, path: str) -> int | None:
         """Return the free bytes of the file system of a path, or None if it does not exist."""

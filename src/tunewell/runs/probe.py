@@ -3,10 +3,6 @@
 Results are cached by config, corpus, machine and versions, so that `train` after `plan` starts with them.
 """
 
-import json
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +12,7 @@ from typing import Any
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
 from tunewell.core.cache import DiskCache
+from tunewell.core.child import ChildDied, call
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count
@@ -25,9 +22,9 @@ from tunewell.planning.forecast import Measured, Outlook
 from tunewell.planning.memory import CONTEXT_BYTES
 from tunewell.planning.speed import CACHED_COMPILE_SECONDS, MeasuredSpeed
 from tunewell.records.plan import Chosen, Plan
+from tunewell.runs.config import as_request
 
 _CACHE = DiskCache("probes")
-_RESULT = "RESULT "
 _MAX_SECONDS, _RUN_SHARE = 120.0, 0.05
 """A sweep over micro-batch sizes takes at most this long, and at most this share of the run."""
 _STEP_SECONDS = 45.0
@@ -152,8 +149,7 @@ def _run_child(
     used = device.memory_bytes - device.free_bytes if device.memory_bytes and device.free_bytes is not None else None
     with tempfile.TemporaryDirectory(prefix="tunewell-probe-") as folder:
         request = {
-            "config": loaded.config.model_dump(mode="json", exclude_unset=True),
-            "base": str(loaded.base.resolve()),
+            **as_request(loaded),
             "folder": folder,
             "micro_batch_tokens": outlook.work.micro_tokens,
             "compile": plan.compile.value,
@@ -162,33 +158,17 @@ def _run_child(
             "used_bytes": used if device.kind == "cuda" else None,
             "started_at": time.time(),
         }
-        command = [sys.executable, "-c", "from tunewell.workflows.probe import main; main()"]
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
         try:
-            out, err = child.communicate(json.dumps(request), timeout=_TIMEOUT)
-        except subprocess.TimeoutExpired:
+            report = call("tunewell.workflows.probe", request, seconds=_TIMEOUT)
+        except TimeoutError:
             return None, f"the measuring process did not finish within {_TIMEOUT:.0f} s"
-        finally:
-            child.kill()
-            child.wait()
-    line = next((line for line in reversed(out.splitlines()) if line.startswith(_RESULT)), None)
-    if line is None:
-        return None, _how_it_died(child.returncode, err)
-    report = json.loads(line.removeprefix(_RESULT))
-    if report.get("is_refused") and folder not in f"{report['error']} {report['where']}":
-        raise UserError(report["error"], where=report["where"], fix=report["fix"])  # `train` would raise it too
-    return (None, report["error"]) if "error" in report else (report, "")
-
-
-def _how_it_died(code: int, err: str) -> str:
-    if code == -signal.SIGKILL:
-        return "the measuring process was killed, most likely because the machine ran out of memory"
-    if code < 0:
-        return f"the measuring process crashed ({signal.Signals(-code).name})"
-    last = err.strip().splitlines()
-    return f"the measuring process failed: {last[-1] if last else f'exit code {code}'}"
+        except ChildDied as died:
+            return None, f"the measuring process {died}"
+        except UserError as error:
+            if folder in str(error):
+                return None, error.what
+            raise  # `train` would raise it too
+    return (None, report["problem"]) if "problem" in report else (report, "")
 
 
 def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult:

@@ -11,7 +11,6 @@ import os
 import select
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 # Nothing else is imported before the run is started: its own start takes seconds.
+from tunewell.core.child import Process, start_in_group
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.launcher import world_size
@@ -145,14 +145,7 @@ def _run_child(
     try:
         with tempfile.TemporaryFile() as stacks:
             inherited = (lifeline_read, heartbeat_write, stacks.fileno())
-            child = subprocess.Popen(
-                command_line(is_restart, ",".join(map(str, inherited))),
-                pass_fds=inherited,
-                # A separate process group: Ctrl-C in a terminal reaches only the supervisor, which forwards it once.
-                # A background group that reads from the terminal is stopped, so the child gets stdin only from a pipe.
-                process_group=0,
-                stdin=subprocess.DEVNULL if os.isatty(0) else None,
-            )
+            child = start_in_group(command_line(is_restart, ",".join(map(str, inherited))), inherited=inherited)
             os.close(lifeline_read)
             os.close(heartbeat_write)
             monitor = HangMonitor(math.inf, lambda: process_cpu_seconds(child.pid))
@@ -173,7 +166,7 @@ def _run_child(
         os.close(lifeline_write)
 
 
-def _wait(child: "subprocess.Popen[Any]", monitor: HangMonitor, heartbeat: int) -> bool:
+def _wait(child: Process, monitor: HangMonitor, heartbeat: int) -> bool:
     """Wait until the child exits or hangs. Return True if it hangs."""
     polled_at = time.monotonic()
     while child.poll() is None:
@@ -190,7 +183,7 @@ def _wait(child: "subprocess.Popen[Any]", monitor: HangMonitor, heartbeat: int) 
     return False
 
 
-def _dump_stacks_and_kill(child: "subprocess.Popen[Any]") -> None:
+def _dump_stacks_and_kill(child: Process) -> None:
     """Make a hung child dump the stacks of its threads, then kill its process group."""
     with contextlib.suppress(OSError):
         child.send_signal(signal.SIGUSR2)
@@ -207,7 +200,7 @@ class _SignalForwarder:
         self.exit_code: int | None = None
         """The exit code of the command after a stop request; None before."""
         self._requested: int | None = None
-        self._child: subprocess.Popen[Any] | None = None
+        self._child: Process | None = None
         self._monitor: HangMonitor | None = None
         self._previous: dict[int, Any] = {}
 
@@ -228,7 +221,7 @@ class _SignalForwarder:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextlib.contextmanager
-    def forwarded_to(self, child: "subprocess.Popen[Any]", monitor: HangMonitor) -> Iterator[None]:
+    def forwarded_to(self, child: Process, monitor: HangMonitor) -> Iterator[None]:
         """Forward signals to this child, including one that arrived while it was being started."""
         self._child, self._monitor = child, monitor
         try:

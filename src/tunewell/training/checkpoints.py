@@ -300,13 +300,6 @@ class Checkpoints:
                 self._report(f"`{entry.name}`, left by a killed run, could not be removed: {_reason(error)}")
 
 
-class NoCheckpoints(Checkpoints):
-    """Checkpoints that are never written, for runs whose result is thrown away."""
-
-    def save(self, state: State, *, is_best: bool = False, wait: bool = False) -> None:
-        """Do nothing."""
-
-
 def checkpoints_at_once(keep: int) -> int:
     """Return the largest number of checkpoints on disk: also the best, the lowest loss, and the one being written."""
     return max(keep, _MIN_KEPT) + 3

@@ -9,14 +9,11 @@ layer takes longer than running them, the launches are recorded once and replaye
 import atexit
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 
 from tunewell.core.cache import DiskCache, cache_folder
+from tunewell.core.child import Child
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.data.batches import DataOrder, FixedShape, micro_batches
 from tunewell.models.fp32_modules import compute_dtype
@@ -160,7 +158,7 @@ class CompileCache:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._folder = cache_folder("compiled")
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Child | None = None
         self._has_failed = False
         if self._folder is not None:
             # Below the folder for temporary files, torch's default, the cache would be lost.
@@ -182,11 +180,11 @@ class CompileCache:
         """Return True once a second process has compiled the layers. Start it if that is wanted and possible."""
         if self._process is None and wants and not self._has_failed:
             self._has_failed = not self._start()
-        if self._process is None or self._process.poll() is None:
+        if self._process is None or not self._process.has_ended:
             return False
         process, self._process = self._process, None
         self._has_failed = True  # either it failed, or the caller compiles now or never
-        return process.returncode == 0
+        return process.wait().code == 0
 
     def save(self, measured: Measured) -> None:
         """Save what this run measured, for later runs."""
@@ -217,23 +215,17 @@ class CompileCache:
         """Start a second process that compiles two layers of this model, if it supports that and there is memory."""
         free, total = torch.cuda.mem_get_info(self._run.learner.device)
         description = describe_for_ahead(self._run, self._shape)
-        if description is not None:
-            description["signature"] = self._signature
         if description is None or self._folder is None or free < _MIN_FREE_SHARE * total:
             return False
-        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False, encoding="utf-8") as file:
-            file.write(stable_json(description))
-        command = [sys.executable, "-m", "tunewell.training.compile_ahead", file.name]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
-        )
-        atexit.register(_stop, self._process, Path(file.name))
+        self._process = Child([sys.executable, "-m", "tunewell.training.compile_ahead"])
+        atexit.register(self._process.close)
+        self._process.send(description | {"signature": self._signature})
         return True
 
 
 def describe_for_ahead(run: Run, shape: FixedShape) -> dict[str, Any] | None:
     """Return what the second process needs to know, as JSON values, or None for a model that it cannot build."""
-    config = run.learner.model.config
+    learner, config = run.learner, run.learner.model.config
     if config.get_text_config() is not config:
         return None
     settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
@@ -250,18 +242,13 @@ def describe_for_ahead(run: Run, shape: FixedShape) -> dict[str, Any] | None:
         "method_settings": run.config.method.model_dump(mode="json"),
         "train": run.config.train.model_dump(mode="json"),
         "precision": run.plan.precision.value,
-        "dtype": str(compute_dtype(run.learner.model)).removeprefix("torch."),
-        "device": str(run.learner.device),
-        "longest": run.learner.longest,
+        "dtype": str(compute_dtype(learner.model)).removeprefix("torch."),
+        "device": str(learner.device),
+        "longest": learner.longest,
         "shape": asdict(shape),
-        "is_recomputing": bool(getattr(run.learner.model, "is_gradient_checkpointing", False)),
-        "may_use_graphs": run.learner.may_use_graphs,
+        "is_recomputing": bool(getattr(learner.model, "is_gradient_checkpointing", False)),
+        "may_use_graphs": learner.may_use_graphs,
     }
-
-
-def _stop(process: "subprocess.Popen[str]", description: Path) -> None:
-    process.kill()
-    description.unlink(missing_ok=True)
 
 
 def can_use_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:

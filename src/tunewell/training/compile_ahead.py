@@ -1,15 +1,10 @@
 """Fill torch's compile cache in a second process, while the run trains uncompiled.
 
-    python -m tunewell.training.compile_ahead description.json
-
-The description comes from `compile.py`. The process builds a model with the first layers of the run's model and random
-weights, compiles it for the same shape and takes a few steps. The run then finds the compiled code in the cache.
+The description comes from `compile.py`, on stdin. The process builds a model with the first layers of the run's model
+and random weights, compiles it for the same shape and takes a few steps. The run then finds the code in the cache.
 """
 
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tunewell.config.extensions import METHODS
 from tunewell.config.schema import MethodSettings, Train
+from tunewell.core.child import answer
 from tunewell.data.batches import FixedShape, MicroBatch
 from tunewell.models import attention
 from tunewell.models.support import head_shape
@@ -75,4 +71,4 @@ def compile_ahead(description: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     os.nice(_NICENESS)
-    compile_ahead(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    answer(lambda description, _: compile_ahead(description))

@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,9 @@ from tunewell.data.batches import make_batch, micro_batches, spread_evenly
 from tunewell.data.corpus.reader import Corpus
 from tunewell.machine.facts import peak_memory_bytes
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory
-from tunewell.records.plan import Chosen
-from tunewell.training.checkpoints import Checkpoints
-from tunewell.training.engine import train as take_steps
 from tunewell.training.evaluate import held_out_loss
-from tunewell.training.events import Event, Healed, StepTaken
 from tunewell.training.run import Run, RunProgress
-from tunewell.training.saved_checkpoints import State
+from tunewell.training.trial import keep_nothing, take_trial_steps
 
 _STEPS = {"cuda": 6, "mps": 4}
 _MAX_CPU_STEPS = 8
@@ -36,29 +31,10 @@ _CLIFF = 0.5
 """A larger micro-batch with less than this share of the speed has spilled into main memory."""
 
 
-@dataclass
-class _Steps:
-    """The steps that were taken with one micro-batch size."""
-
-    events: list[StepTaken] = field(default_factory=list[StepTaken])
-    is_healed: bool = False
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, StepTaken):
-            self.events.append(event)
-        self.is_healed = self.is_healed or isinstance(event, Healed)
-
-
-class NoCheckpoints(Checkpoints):
-    def save(self, state: State, *, is_best: bool = False, wait: bool = False) -> None:
-        """Do nothing."""
-
-
 def take_probe_steps(run: Run, corpus: Corpus, request: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Take the steps of a request, and return what they held and took."""
     kind = run.learner.device.type
-    run.held_out = corpus.held_out.select(spread_evenly(0, 0)) if len(corpus.held_out) else run.held_out
-    run.checkpoints = NoCheckpoints(run.checkpoints.folder, keep=1, on_trouble=lambda text: None)
+    keep_nothing(run)
     mode, size = request["compile"], request["micro_batch_tokens"]
     report: dict[str, Any] = {}
     eager = _measure_uncompiled(run, size, deadline)
@@ -110,42 +86,45 @@ def _measure_uncompiled(run: Run, size: int, deadline: float) -> dict[str, Any] 
 
 def measure_size(run: Run, micro_tokens: int, compiling: str, num_steps: int) -> dict[str, Any] | None:
     """Take the first steps of the run with a micro-batch size. Return their speed and memory; None if out of memory."""
-    device, steps = run.learner.device, _Steps()
-    because = "a probe"
-    run.plan = run.plan.model_copy(
-        update={
-            "micro_batch_tokens": Chosen[int](value=micro_tokens, because=because),
-            "compile": run.plan.compile.model_copy(update={"value": compiling}),
-            # The first step warms up, and is not timed if there are others.
-            "num_steps": Chosen[int](value=num_steps + (num_steps > 1) + (compiling == "on"), because=because),
-        }
-    )
-    run.progress, run.listener = RunProgress(last_look=10**9), steps
+    device = run.learner.device
+    run.progress = RunProgress(last_look=10**9)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    # The first step warms up, and is not timed if there are others.
+    last = num_steps + (num_steps > 1) + (compiling == "on")
     try:
-        ending = take_steps(run, handle_signals=False)
+        ending, steps = take_trial_steps(
+            run, last, because="a probe", micro_batch_tokens=micro_tokens, compile=compiling
+        )
     except (OutOfMemory, torch.OutOfMemoryError) as error:
         free_memory(error)
         return None
-    if steps.is_healed or ending.status != "finished" or not steps.events:
+    if steps.is_healed or ending.status != "finished" or not steps.taken:
         return None
-    timed = steps.events[-num_steps:]
+    first, timed = steps.taken[0], steps.taken[-num_steps:]
     tokens = sum(step.tokens for step in timed)
     # The median per token: on a busy machine single steps take twice as long.
     seconds = tokens * statistics.median(step.seconds / max(1, step.tokens) for step in timed)
-    is_cuda = device.type == "cuda"
     return {
         "seconds": seconds / len(timed),
         "tokens": tokens / len(timed),
         "rate": tokens / max(seconds, 1e-9),
-        "first_seconds": steps.events[0].seconds,
-        "first_tokens": steps.events[0].tokens,
-        "loss": steps.events[0].loss if math.isfinite(steps.events[0].loss) else None,
-        "reserved": torch.cuda.max_memory_reserved(device) if is_cuda else peak_memory_bytes() or 0,
-        "allocated": torch.cuda.max_memory_allocated(device) if is_cuda else peak_memory_bytes() or 0,
-        "micro_tokens": _largest_group(run, micro_tokens, range(len(steps.events)))[1],
+        "first_seconds": first.seconds,
+        "first_tokens": first.tokens,
+        "loss": first.loss if math.isfinite(first.loss) else None,
+        "micro_tokens": _largest_group(run, micro_tokens, range(len(steps.taken)))[1],
+        **_peaks(device),
+    }
+
+
+def _peaks(device: torch.device) -> dict[str, int]:
+    """Return the most memory that torch's allocator reserved and handed out, or that of the process on a CPU."""
+    if device.type != "cuda":
+        return dict.fromkeys(("reserved", "allocated"), peak_memory_bytes() or 0)
+    return {
+        "reserved": torch.cuda.max_memory_reserved(device),
+        "allocated": torch.cuda.max_memory_allocated(device),
     }
 
 
@@ -174,12 +153,7 @@ def _take_largest(run: Run, micro_tokens: int, *, known_tokens: int) -> dict[str
     device = run.learner.device
     if tokens > 1.02 * known_tokens and (device.type != "cuda" or run.plan.compile.value == "off"):
         run.learner.take_step([make_batch(run.documents, group)], number=0, rate=0.0).read()
-    is_cuda = device.type == "cuda"
-    return {
-        "tokens": tokens,
-        "reserved": torch.cuda.max_memory_reserved(device) if is_cuda else peak_memory_bytes() or 0,
-        "allocated": torch.cuda.max_memory_allocated(device) if is_cuda else peak_memory_bytes() or 0,
-    }
+    return {"tokens": tokens, **_peaks(device)}
 
 
 def _forward(run: Run, corpus: Corpus) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import math
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,15 @@ from tunewell.core.progress import Progress, silent
 from tunewell.data.batches import DataOrder, spread_evenly
 from tunewell.data.corpus.reader import Corpus, Split
 from tunewell.inference.runtime import measure_losses
-from tunewell.records.plan import Chosen
 from tunewell.runs.config import RunOptions
-from tunewell.runs.folder import open_run_folder
 from tunewell.runs.rehearsal import Rehearsal
 from tunewell.runs.result import healing_summary
-from tunewell.training.checkpoints import NoCheckpoints
-from tunewell.training.engine import train as take_steps
 from tunewell.training.events import Event, Listener, Note, StepTaken
 from tunewell.training.memory import peak_memory
 from tunewell.training.run import Ending, Run
-from tunewell.workflows.train import Training, require_trainable
+from tunewell.training.trial import keep_nothing, take_trial_steps
+from tunewell.workflows.train import require_trainable
+from tunewell.workflows.trial import trial_run
 
 _SECONDS = 100.0
 """From loading the model to the last answer. Importing torch and ending take the rest of two minutes."""
@@ -43,43 +42,25 @@ def rehearse(loaded: LoadedConfig, options: RunOptions, listener: Listener = sil
     if options.is_resuming:
         raise UserError("a rehearsal does not resume a run", fix="leave out `--resume` or `--rehearse`")
     loaded, start = require_trainable(loaded, options)
-    steps: list[StepTaken] = []
-
-    def listen(event: Event) -> None:
-        if isinstance(event, StepTaken):
-            steps.append(event)
-            event = Progress(f"training on a few rows, step {event.step}: loss {event.loss:.3f}")
-        if isinstance(event, Progress) and event.stage != "saving a checkpoint":  # nothing is saved
-            listener(event)
-
-    with tempfile.TemporaryDirectory(prefix="tunewell-rehearsal-") as folder:
-        evaluate = loaded.config.evaluate.model_copy(update={"samples": _QUESTIONS, "sample_tokens": _ANSWER_TOKENS})
-        config = loaded.config.model_copy(update={"run": str(Path(folder) / "run"), "evaluate": evaluate})
-        training = Training(replace(loaded, config=config), options, listen, start)
-        if training.world.size > 1:
-            raise UserError("a rehearsal runs in one process", fix="start it without `torchrun`")
-        return _rehearse(training, steps)
-
-
-def _rehearse(training: Training, steps: list[StepTaken]) -> Rehearsal:
-    recorder = training.recorder
-    with open_run_folder(training.loaded, training.world, is_resuming=False) as folder:
-        training.prepare()
-        corpus, plan, order = training.plan(folder)
-        deadline = time.perf_counter() + _SECONDS
-        with training.process_settings(plan):
-            _, run = training.build(folder, corpus, plan, order)
-            rows, step_tokens = _choose_rows(run, corpus, deadline)
-            _use_rows(run, corpus, rows, step_tokens)
-            with recorder.stage("before", "measuring the rows before training"):
-                before, answers = measure_losses(run.learner, rows, most=None), run.ask(0, _ANSWER_BATCH_TOKENS)
-            with recorder.stage("train"):
-                # The same work as before follows the steps.
-                until = deadline - recorder.seconds["before"]
-                ending = _take_steps(run, until, is_owner=training.options.owns_process)
-            with recorder.stage("after", "measuring the rows after training"):
-                after, later = measure_losses(run.learner, rows, most=None), run.ask(1, _ANSWER_BATCH_TOKENS)
-        run.close()
+    evaluate = loaded.config.evaluate.model_copy(update={"samples": _QUESTIONS, "sample_tokens": _ANSWER_TOKENS})
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"evaluate": evaluate}))
+    with (
+        tempfile.TemporaryDirectory(prefix="tunewell-rehearsal-") as folder,
+        trial_run(loaded, options, Path(folder), start=start, listener=listener) as (training, corpus, run),
+    ):
+        recorder, plan, lengths = training.recorder, run.plan, run.order.lengths
+        deadline = time.perf_counter() + _SECONDS - recorder.seconds["load"] - recorder.seconds["check"]
+        recorder.listeners.append(lambda event: _show_step(event, listener))
+        rows, step_tokens = _choose_rows(run, corpus, deadline)
+        _use_rows(run, corpus, rows, step_tokens)
+        with recorder.stage("before", "measuring the rows before training"):
+            before, answers = measure_losses(run.learner, rows, most=None), run.ask(0, _ANSWER_BATCH_TOKENS)
+        with recorder.stage("train"):
+            # The same work as before follows the steps.
+            until = deadline - recorder.seconds["before"]
+            steps, ending = _take_steps(run, until, is_owner=options.owns_process)
+        with recorder.stage("after", "measuring the rows after training"):
+            after, later = measure_losses(run.learner, rows, most=None), run.ask(1, _ANSWER_BATCH_TOKENS)
         return Rehearsal(
             num_rows=len(rows),
             step_tokens=step_tokens,
@@ -89,14 +70,19 @@ def _rehearse(training: Training, steps: list[StepTaken]) -> Rehearsal:
             steps=steps,
             ending=ending,
             plan=plan,
-            num_documents=len(order.lengths),
-            corpus_tokens=int(order.lengths.sum()),
+            num_documents=len(lengths),
+            corpus_tokens=int(lengths.sum()),
             peak_memory_bytes=peak_memory(run.learner.device),
             seconds=recorder.total_seconds,
             stages=recorder.seconds,
             next_command="tunewell train",
             notes=[*recorder.notes, *healing_summary(run.healing.entries)],
         )
+
+
+def _show_step(event: Event, listener: Listener) -> None:
+    if isinstance(event, StepTaken):
+        listener(Progress(f"training on a few rows, step {event.step}: loss {event.loss:.3f}"))
 
 
 def _choose_rows(run: Run, corpus: Corpus, deadline: float) -> tuple[Split, int]:
@@ -128,29 +114,20 @@ def _forward_seconds(run: Run, rows: Split) -> float:
 
 
 def _use_rows(run: Run, corpus: Corpus, rows: Split, step_tokens: int) -> None:
-    """Train on these rows and ask their questions; no row is held out, and no checkpoint is written."""
-    run.documents, run.held_out, corpus.held_out = rows, rows.select(np.zeros(0, np.int64)), rows
+    """Train on these rows and ask their questions; nothing is evaluated or saved."""
+    keep_nothing(run)
+    run.documents, corpus.held_out = rows, rows
     run.name_of = lambda document: f"{rows[document].source} row {rows[document].row}"
     lengths = rows.index["length"].astype(np.int64)
     run.order = DataOrder(lengths, run.plan.seed, run.plan.corpus_sha256, batch_tokens=step_tokens)
-    run.checkpoints = NoCheckpoints(run.checkpoints.folder, keep=1, on_trouble=silent)
 
 
-def _take_steps(run: Run, until: float, *, is_owner: bool) -> Ending:
+def _take_steps(run: Run, until: float, *, is_owner: bool) -> tuple[list[StepTaken], Ending]:
     """Take a few steps, and then as many as the time allows."""
-    ending = _up_to_step(run, _FIRST_STEPS, is_owner=is_owner)
-    step_seconds = run.seconds["train"] / _FIRST_STEPS
-    possible = int((until - time.perf_counter()) / max(1e-9, step_seconds))
-    num_steps = min(max(_FIRST_STEPS + possible, _MIN_STEPS), _MAX_STEPS)
-    return _up_to_step(run, num_steps, is_owner=is_owner) if ending.status == "finished" else ending
-
-
-def _up_to_step(run: Run, num_steps: int, *, is_owner: bool) -> Ending:
-    because = "a rehearsal"
-    update = {
-        "num_steps": Chosen[int](value=num_steps, because=because),
-        "warmup_steps": Chosen[int](value=_FIRST_STEPS, because=because),
-        "schedule": run.plan.schedule.model_copy(update={"value": "constant", "because": because}),
-    }
-    run.plan = run.plan.model_copy(update=update)
-    return take_steps(run, handle_signals=is_owner)
+    take = partial(take_trial_steps, run, because="a rehearsal", handle_signals=is_owner, warmup_steps=_FIRST_STEPS)
+    ending, first = take(_FIRST_STEPS)
+    if ending.status != "finished":
+        return first.taken, ending
+    possible = int((until - time.perf_counter()) / max(1e-9, run.seconds["train"] / _FIRST_STEPS))
+    ending, others = take(min(max(_FIRST_STEPS + possible, _MIN_STEPS), _MAX_STEPS))
+    return first.taken + others.taken, ending

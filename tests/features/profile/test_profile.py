@@ -12,10 +12,10 @@ import pytest
 from corpora import tree, write_sums
 from forked import run_command
 from tunewell.cli.main import main
+from tunewell.core import child
 from tunewell.features.profile import workflow
 from tunewell.features.profile.bottlenecks import covered_share, find_bottlenecks, time_by_part
 from tunewell.features.profile.records import Profile
-from tunewell.records.base import read_record
 
 _SETS = (
     *("--set", "train.threads=1", "--set", "train.batch_tokens=256", "--set", "train.micro_batch_tokens=64"),
@@ -43,13 +43,10 @@ def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_the_child_measures_steps_and_their_parts_add_up(project: Path) -> None:
-    scratch = project / "scratch"
-    scratch.mkdir()
-    arguments = ("--child", str(scratch), "--copies", str(scratch / "copy"), "--steps", "4", *_SETS)
-    done = run_command("profile", *arguments, cwd=project)
+    done = run_command("profile", "--json", "--steps", "4", *_SETS, cwd=project)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    profile = read_record(scratch / "profile.json", Profile)
+    told = json.loads(done.stdout)["profile"]
+    profile = Profile.model_validate({name: told[name] for name in Profile.model_fields})
     assert (profile.num_measured, profile.num_steps, profile.source) == (4, 40, "steps")
     assert {"data", "forward", "backward", "optimizer", "log"} <= profile.phases.keys()
     assert not {"evaluate", "save", "processor"} & profile.phases.keys()
@@ -76,22 +73,20 @@ def test_apply_runs_the_child_again_with_the_setting(
     """The second child must get the setting last, and the scratch folders must be gone afterwards."""
     before = {"phases": {"forward": 0.02, "backward": 0.04, "other": 0.0}, "seconds": 0.06}
     slow = {"evaluation": {"seconds": 0.4, "number": 21, "every": 2, "number_measured": 3}}
-    started: list[list[str]] = []
+    started: list[dict[str, Any]] = []
 
-    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
-        started.append(command)
-        folder = Path(command[command.index("--child") + 1])
+    def call(module: str, request: dict[str, Any], **_: Any) -> dict[str, Any]:
+        started.append(request)
+        folder = Path(request["folder"])
         assert folder.is_dir() and folder.parent == project
-        _write_profile(folder, **before, **(slow if len(started) == 1 else {}))
-        return subprocess.CompletedProcess(command, 0)
+        return _profile(**before, **(slow if len(started) == 1 else {}))
 
-    monkeypatch.setattr(workflow.subprocess, "run", run)
+    monkeypatch.setattr(workflow, "call", call)
     at_first = tree(project)
     assert main(["profile", "--steps", "5", "--apply", "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["bottlenecks"][0]["key"] == "evaluate.every_steps"
-    trial = started[1][started[1].index("--try") + 1]
-    assert trial == f"evaluate.every_steps={told['bottlenecks'][0]['value']}"
+    assert started[1]["config"]["evaluate"]["every_steps"] == told["bottlenecks"][0]["value"]
     assert told["applied"]["gain_measured"] == pytest.approx((0.06 + 0.4 * 21 / 40) / 0.06)
     assert tree(project) == at_first
     started.clear()
@@ -100,7 +95,7 @@ def test_apply_runs_the_child_again_with_the_setting(
     assert "tried `evaluate.every_steps:" in words and "predicted" in words and "measured" in words
 
 
-def _write_profile(folder: Path, **values: Any) -> None:
+def _profile(**values: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "made_by": "test",
         "source": "steps",
@@ -115,25 +110,32 @@ def _write_profile(folder: Path, **values: Any) -> None:
         "num_measured": 5,
         "tokens": 256.0,
     }
-    (folder / "profile.json").write_text(json.dumps(usual | values), encoding="utf-8")
+    return usual | values
+
+
+def _run_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Start a shell in place of the child."""
+    real = subprocess.Popen
+    monkeypatch.setattr(child.subprocess, "Popen", lambda _, **options: real(["sh", "-c", script], **options))
 
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "killed by SIGKILL"), (-11, "killed by SIGSEGV")])
 def test_a_child_that_is_killed_is_a_plain_error_and_leaves_nothing(
     project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, words: str
 ) -> None:
-    monkeypatch.setattr(workflow.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code))
+    _run_instead(monkeypatch, f"kill {code} $$")
     at_first = tree(project)
     assert main(["profile", "--steps", "5"]) == 2
     assert words in capfd.readouterr().err
     assert tree(project) == at_first
 
 
-def test_a_child_that_printed_an_error_ends_the_command_with_its_code(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_child_that_fails_is_a_plain_error_with_its_last_line(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(workflow.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
+    _run_instead(monkeypatch, "echo 'ImportError: libcudart' >&2; exit 1")
     assert main(["profile", "--steps", "5"]) == 2
+    assert "ImportError: libcudart" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,10 +170,12 @@ def test_the_parent_imports_no_torch(project: Path) -> None:
     check = """
         import subprocess, sys
         from tunewell.cli.main import main
-        subprocess.run = lambda command, **_: subprocess.CompletedProcess(command, 7)
+        from tunewell.core import child
+        real = subprocess.Popen
+        subprocess.Popen = lambda _, **options: real(["sh", "-c", "exit 7"], **options)
         code = main(["profile", "--steps", "5"])
         print(code, "torch" in sys.modules)
     """
     command = [sys.executable, "-c", textwrap.dedent(check)]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["7", "False"], "the parent ends with the code of the child"
+    assert done.stdout.split() == ["2", "False"]

@@ -6,17 +6,15 @@ Only processor time counts, because the child waits on a busy machine.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from tunewell.core.cache import DiskCache
+from tunewell.core.child import ChildDied, answer, call, limit_resources
 from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener
 
 _SECONDS = 5
 """Processor time of the child process."""
@@ -25,26 +23,9 @@ _MAX_BYTES = 1 << 30
 _MAX_GROWTH = 64
 """Characters per character. Unicode normalisation makes up to 18 of one."""
 _VERSION = 2
-_PROBE = """
-import json, sys
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
-except (ImportError, ValueError, OSError):
-    pass
-from tokenizers import Tokenizer
-tokenizer, texts = json.load(sys.stdin)
-print("ready", flush=True)
-tokenizer = Tokenizer.from_str(tokenizer)
-for text in texts:
-    grown = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
-    if len(grown) > MAX_GROWTH * len(text):
-        sys.exit(f"a text of {len(text)} characters grows to {len(grown)}")
-    if tokenizer.pre_tokenizer:
-        tokenizer.pre_tokenizer.pre_tokenize_str(grown)
-"""
+_MODULE = "tunewell.data.tokenizers.probe"
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+"""The threads of the library would take address space, which is limited."""
 
 
 def require_safe(backend: Tokenizer, where: Path) -> None:
@@ -74,31 +55,35 @@ def _try(parts: dict[str, Any]) -> str:
         "added_tokens": [],
         "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
     }
-    request = json.dumps([json.dumps(empty | parts), _texts(parts)])
-    limits = {"MAX_BYTES": _MAX_BYTES, "MAX_GROWTH": _MAX_GROWTH, "SECONDS": _SECONDS}
-    code = _PROBE
-    for name, limit in limits.items():
-        code = code.replace(name, str(limit))
+    request = [json.dumps(empty | parts), _texts(parts)]
     slow = f"its regular expression takes more than {_SECONDS} s for a short text"
+    begun: list[Progress] = []
     try:
-        # The threads of the library would take address space, which is limited.
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            input=request, capture_output=True, text=True, timeout=_WAIT_SECONDS, check=False, env=environment,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+        return call(_MODULE, request, progress=begun.append, seconds=_WAIT_SECONDS, environment=_ONE_THREAD)
+    except TimeoutError:
         return slow
-    if done.returncode < 0 and -done.returncode == getattr(signal, "SIGXCPU", None):
-        return slow
-    if done.returncode == 0 or "ready" not in done.stdout:  # the child could not start: the tokenizer is not to blame
-        return ""
-    # With RUST_BACKTRACE, a note and the stack follow the message.
-    lines = [line for line in done.stderr.strip().splitlines() if not line.startswith(("note:", " "))]
-    last = (lines or ["no message"])[-1]
-    if "characters grows" in last:
-        return last
-    return f"encoding a short text ends the program ({last[:120]})"
+    except ChildDied as died:
+        if died.ended.signal_name == "SIGXCPU":
+            return slow
+        if not begun:  # the child could not start: the tokenizer is not to blame
+            return ""
+        # With RUST_BACKTRACE, a note and the stack follow the message.
+        lines = [line for line in died.ended.err.strip().splitlines() if not line.startswith(("note:", " "))]
+        return f"encoding a short text ends the program ({(lines or ['no message'])[-1][:120]})"
+
+
+def _encode(request: Any, progress: ProgressListener) -> str:
+    """Normalise and split the texts, in the child process. Return what goes wrong, or an empty text."""
+    source, texts = request
+    progress(Progress("encoding"))
+    tokenizer = Tokenizer.from_str(source)
+    for text in texts:
+        grown = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+        if len(grown) > _MAX_GROWTH * len(text):
+            return f"a text of {len(text)} characters grows to {len(grown)}"
+        if tokenizer.pre_tokenizer:
+            tokenizer.pre_tokenizer.pre_tokenize_str(grown)
+    return ""
 
 
 def _texts(parts: dict[str, Any]) -> list[str]:
@@ -107,3 +92,8 @@ def _texts(parts: dict[str, Any]) -> list[str]:
     runs = [character * 300 + ending for character in [*mentioned[:100], " ", "\n", "é", "."] for ending in ("", "!")]
     plain = "The 3 quick brown foxes, it's said, jumped over 12,345 lazy dogs!\n\n  Straße naïve 日本語 🙂\t" * 20
     return [plain, *runs]
+
+
+if __name__ == "__main__":
+    limit_resources(memory_bytes=_MAX_BYTES, processor_seconds=_SECONDS)
+    answer(_encode)

@@ -3,12 +3,12 @@
 import os
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
+from tunewell.core.child import run
 from tunewell.core.errors import UserError
 from tunewell.core.files import link_or_copy, read_text
 from tunewell.core.progress import Progress
@@ -76,11 +76,10 @@ class OllamaTarget(ExportTarget):
         command = f"cd {shlex.quote(str(folder / self.name))} && {shlex.join(create)} && ollama run {name}"
         if not (options.creates and shutil.which("ollama")):
             return NextStep(command)
-        done = subprocess.run(create, cwd=folder / self.name, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        done = run(create, folder=folder / self.name)
+        if done.code == 0:
             return NextStep(f"ollama run {name}", installed_as=name)
-        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return NextStep(command, notes=(f"`ollama create` failed: {message}",))
+        return NextStep(command, notes=(f"`ollama create` failed: {done.last_error or 'no message'}",))
 
 
 def _has_hard_links(folder: Path) -> bool:

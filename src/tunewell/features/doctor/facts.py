@@ -1,12 +1,12 @@
 """All facts about an environment, as the checks read them. Tests replay recorded ones."""
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tunewell.core.child import run
 from tunewell.core.errors import UserError
 from tunewell.machine.nvidia_smi import Gpu, SmiState
 from tunewell.model_files.checks import ModelState
@@ -144,9 +144,8 @@ def read_packages(python: str | None, *, is_fast: bool = False) -> Environment:
         return as_environment(collect_packages(is_fast=is_fast))
     script = Path(__file__).with_name("packages.py")
     try:
-        done = subprocess.run([python, str(script)], capture_output=True, text=True, timeout=_COLLECTOR_SECONDS)
-        return as_environment(json.loads(done.stdout))
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return as_environment(json.loads(run([python, str(script)], seconds=_COLLECTOR_SECONDS).out))
+    except (OSError, ValueError) as error:  # TimeoutError is an OSError
         raise UserError(
             f"`{python}` is not a Python interpreter that runs: {type(error).__name__}",
             fix="give the path of an interpreter, e.g. `--python ~/venv/bin/python`",

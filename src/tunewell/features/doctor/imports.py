@@ -1,14 +1,10 @@
 """Try imports in a child process with a time limit, because a broken package may raise, crash or hang."""
 
-import json
-import os
-import queue
-import subprocess
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from tunewell.core.child import Child
 from tunewell.features.doctor.facts import ImportTrial
 
 TRIALS: Mapping[str, str] = {
@@ -58,45 +54,24 @@ def _run_child(
 ) -> list[ImportTrial]:
     """Return the results up to the first import that fails, crashes or hangs."""
     trials = [f"{name}={TRIALS[name]}" for name in names]
-    child = subprocess.Popen(
-        [python, "-W", "default", str(_SCRIPT), *trials],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-    )
-    assert child.stdout is not None
-    # A thread, because Windows cannot wait for a pipe with a time limit.
-    lines: queue.Queue[bytes | None] = queue.Queue()
-    threading.Thread(target=_read, args=[child.stdout, lines], daemon=True).start()
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done: list[ImportTrial] = []
-    current, is_hanging = None, False
-    try:
-        while (line := lines.get(timeout=time_limit)) is not None:
-            report = json.loads(line)
-            if "begin" in report:
-                current = report["begin"]
-                progress(f"importing {current}")
-            else:
-                done.append(_trial(report))
-                current = None
-    except queue.Empty:
-        is_hanging = True
-    finally:
-        child.kill()
-        code = child.wait()
+    current, reason = None, ""
+    with Child([python, "-W", "default", str(_SCRIPT), *trials], environment=environment) as child:
+        try:
+            for report in child.messages(time_limit):
+                if "begin" in report:
+                    current = report["begin"]
+                    progress(f"importing {current}")
+                else:
+                    done.append(_trial(report))
+                    current = None
+            reason = _crash(child.wait().code)
+        except TimeoutError as error:
+            reason = str(error)
     if current is not None:
-        reason = f"no answer within {time_limit:g} s" if is_hanging else _crash(code)
         done.append(ImportTrial(current, error=reason, culprit=current))
     return done
-
-
-def _read(stream: IO[bytes], lines: "queue.Queue[bytes | None]") -> None:
-    """Pass on every line, then None."""
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put(None)
 
 
 def _trial(report: dict[str, Any]) -> ImportTrial:

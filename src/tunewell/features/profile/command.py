@@ -1,20 +1,18 @@
 """`tunewell profile`: show where the time of a step goes, and what would make it faster."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Sets
+from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, json_text
 from tunewell.cli.startup import clean_up_when_terminated
 from tunewell.core.errors import UserError
-from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
     from tunewell.config.load import LoadedConfig
-    from tunewell.features.profile.workflow import Job
 
 _RUN = "A finished run. Default: this folder's run."
 _STEPS = "Measure this many steps of the config (of RUN's, if RUN is given). Nothing is kept."
@@ -24,7 +22,6 @@ _MIN_STEPS = 3
 
 
 def command(
-    context: typer.Context,
     run: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="A finished run. Default: this folder's run.")
     ] = None,
@@ -38,15 +35,13 @@ def command(
         str | None, typer.Option(metavar="NAME", help="Device: `cpu`, `cuda`, `cuda:1` or `mps`.")
     ] = None,
     enable_fault_injection: Annotated[bool, typer.Option("--enable-fault-injection", hidden=True)] = False,
-    child: Annotated[Path | None, typer.Option("--child", hidden=True)] = None,
-    copies: Annotated[Path | None, typer.Option("--copies", hidden=True)] = None,
-    try_: Annotated[str | None, typer.Option("--try", hidden=True)] = None,
     json: AsJson = False,
 ) -> None:
     """Show where the time of a training step goes, and the setting that would make it faster."""
+    from tunewell.config.load import as_sets
     from tunewell.features.profile.bottlenecks import ProfileResult, find_bottlenecks
     from tunewell.features.profile.screen import profile_screen
-    from tunewell.features.profile.workflow import ChildFailed, Job, profile_config
+    from tunewell.features.profile.workflow import profile_config
 
     is_live = apply or any(given is not None for given in (steps, config, model, data))
     if steps is not None and steps < _MIN_STEPS:
@@ -59,18 +54,18 @@ def command(
         emit(json_text(result.as_json()) if json else profile_screen(result))
         return
 
-    loaded = _load(run, config, set_, model=model, data=data, device=device, trial=try_)
-    if child is not None:
-        assert copies is not None
-        is_trying_threads = (try_ or "").startswith("train.threads=")
-        job = Job(child, copies, steps or _DEFAULT_STEPS, keeps_waits=is_trying_threads)
-        _measure(loaded, job, allow_faults=enable_fault_injection)
-        return
+    def load(trial: str | None) -> "LoadedConfig":
+        return _load(run, config, [*as_sets(device=device), *(set_ or ())], model=model, data=data, trial=trial)
+
     clean_up_when_terminated()
-    try:
-        result = profile_config(loaded, context.obj, applies=apply)
-    except ChildFailed as failed:
-        raise typer.Exit(failed.code) from None
+    with shown_stages() as progress:
+        result = profile_config(
+            load,
+            steps or _DEFAULT_STEPS,
+            applies=apply,
+            allow_faults=enable_fault_injection,
+            progress=progress,
+        )
     emit(json_text(result.as_json()) if json else profile_screen(result))
 
 
@@ -94,39 +89,22 @@ def _find_run(run: Path | None) -> Path:
 def _load(
     run: Path | None,
     config: Path | None,
-    sets: list[str] | None,
+    sets: list[str],
     *,
     model: str | None,
     data: list[str] | None,
-    device: str | None,
     trial: str | None,
 ) -> "LoadedConfig":
     """Load the config of the run, or that of this folder, with the setting that is tried."""
-    from tunewell.config.load import as_sets
     from tunewell.records.rundir import RUN_CONFIG
     from tunewell.runs.config import load_for_run, require_training_data
 
     if run is not None:
         config = _find_run(run) / RUN_CONFIG
-    changed = [*as_sets(device=device), *(sets or ()), *([trial] if trial else [])]
+    changed = [*sets, *([trial] if trial else [])]
     if trial and trial.startswith("corpus="):
         changed.append("data.sources=[]")  # the copy is complete and must not be prepared again
         data = None
     loaded = load_for_run(config, changed, is_resuming=False, model=model, data=data)
     require_training_data(loaded, is_resuming=False)
     return loaded
-
-
-def _measure(loaded: "LoadedConfig", job: "Job", *, allow_faults: bool) -> None:
-    """Measure in this process, the child of another `tunewell profile`."""
-    from tunewell.cli.progress import shown_stages
-    from tunewell.cli.startup import import_libraries
-
-    with shown_stages() as progress:
-        progress(Progress("importing torch"))
-        import_libraries(device=loaded.config.device)
-        from tunewell.features.profile.workflow import measure
-        from tunewell.runs.config import RunOptions
-
-        options = RunOptions(owns_process=True, faults=os.environ.get("TUNEWELL_FAULTS"), allow_faults=allow_faults)
-        measure(loaded, options, job, progress)

@@ -104,7 +104,7 @@ class KernelTrace:
         synchronize(self._device)
         self._profiler.__exit__(None, None, None)
 
-    def read(self, *, num_steps: int, wall_seconds: float) -> Kernels:
+    def read(self, num_steps: int, *, wall_seconds: float) -> Kernels:
         """Return the time of the kernels per step."""
         events = self._profiler.events()
         host = list(_host_operations(events))

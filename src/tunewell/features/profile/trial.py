@@ -7,31 +7,32 @@ are computed again with other settings (threads, micro-batches), in turn with th
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
 from tunewell.data.batches import MicroBatch, Numbers, TokenizedDocuments, make_batch, micro_batches
 from tunewell.data.read_ahead import ReadAhead
 from tunewell.features.profile.ceilings import measure_ceilings, synchronize
+from tunewell.features.profile.finished import make_profile, mean_phases
 from tunewell.features.profile.kernels import KernelTrace
 from tunewell.features.profile.processor import ProcessorWait
 from tunewell.features.profile.records import Profile, Rare, Reading, Trial
 from tunewell.machine.device import useful_threads
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
-from tunewell.records.plan import Chosen, Plan
-from tunewell.training.checkpoints import NoCheckpoints
+from tunewell.records.plan import Plan
 from tunewell.training.compile import Compiler, decoder_layers
-from tunewell.training.engine import train
-from tunewell.training.events import Evaluated, Event, StepTaken
-from tunewell.training.run import Ending, Run
+from tunewell.training.events import Evaluated, Event, Listener, StepTaken
+from tunewell.training.run import Run
 from tunewell.training.step import PROCESSOR
+from tunewell.training.trial import NoDocuments, TrialSteps, keep_nothing, take_trial_steps, with_values
 
 _WARMUP, _COMPILED_WARMUP = 2, 5
 """Steps before the measured ones. The first steps allocate memory, and the first compiled ones compile."""
@@ -41,30 +42,27 @@ _TRIAL_SECONDS = 1.0
 """Upper limit of the time of one forward and backward pass in a trial; fewer documents are used if it is longer."""
 _MICRO_BATCHES = {"cpu": (512, 1024, 2048, 4096), "mps": (2048, 4096, 8192), "cuda": (4096, 8192, 16_384, 32_768)}
 _MIN_DATA_SHARE = 0.05
-_LEFT_OUT = frozenset({"evaluate", "answers", "save", "save_wait", PROCESSOR})
-"""Phases that are not part of a step: work that is done once in many steps, and time that other programs took."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIN_SLOWED = 0.1
 _NEVER = 1 << 40
 
 
-class ProfileStopped(Exception):
-    """The run stopped before all steps were measured; the message has the reason."""
-
-
 @dataclass
-class _Recorder:
-    """A listener that collects the measured steps, and traces the kernels of the steps after them."""
+class _Counter:
+    """A listener that counts evaluations and checkpoints, and traces the kernels of the steps after the measured ones.
+
+    Nothing is evaluated or saved while kernels are traced.
+    """
 
     run: Run
     first: int
     last: int
     trace: KernelTrace
-    steps: list[StepTaken] = field(default_factory=list[StepTaken])
+    forward: Listener
     num_evaluations: int = 0
     num_saves: int = 0
-    trace_seconds: float = 0.0
     saves_measured: int = 0
+    trace_seconds: float = 0.0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Evaluated):
@@ -72,169 +70,119 @@ class _Recorder:
         elif isinstance(event, Progress) and event.stage == "saving a checkpoint":
             self.num_saves += 1
             self.saves_measured += self.first < self.run.progress.step <= self.last
-        elif isinstance(event, StepTaken):
-            if self.first < event.step <= self.last:
-                self.steps.append(event)
-            if event.step == self.last:
-                never = Chosen[int](value=_NEVER, because="kernels are traced")
-                self.run.plan = self.run.plan.model_copy(update={"evaluate_every": never, "save_every": never})
-                self.run.held_out = _NoDocuments()
-                self.trace.start()
-                self.trace_seconds = -time.perf_counter()
-            elif event.step == self.last + _TRACED:
-                self.trace.stop()
-                self.trace_seconds += time.perf_counter()
+        elif isinstance(event, StepTaken) and event.step == self.last:
+            never = {"evaluate_every": _NEVER, "save_every": _NEVER}
+            self.run.plan = with_values(self.run.plan, "kernels are traced", never)
+            self.run.held_out = NoDocuments()
+            self.trace.start()
+            self.trace_seconds = -time.perf_counter()
+        elif isinstance(event, StepTaken) and event.step == self.last + _TRACED:
+            self.trace.stop()
+            self.trace_seconds += time.perf_counter()
+        self.forward(event)
 
 
 def profile_steps(
-    run: Run, num_steps: int, *, made_by: str, device_label: str, copy: Callable[[], Any], keeps_waits: bool = False
+    run: Run, num_steps: int, *, device_label: str, copy: Callable[[], Any], keeps_waits: bool = False
 ) -> Profile:
     """Take steps and return their profile. `copy` returns the documents from a copy of the corpus, or None.
 
     The time that other programs use the processor is left out, unless `keeps_waits`.
 
-    The weights of the run change; nothing of it may be used afterwards. Raises ProfileStopped if a step fails.
+    The weights of the run change; nothing of it may be used afterwards. Raises UserError if a step fails.
     """
-    plan, learner = run.plan, run.learner
-    wait = ProcessorWait()
+    plan, learner, listener = run.plan, run.learner, run.listener
     # More threads than cores wait for each other, which is not the fault of other programs.
     if learner.device.type == "cpu" and plan.threads.value <= max(useful_threads()) and not keeps_waits:
-        learner.phases.waited = wait.seconds
-    is_compiled = _warm_up(run)
+        learner.phases.waited = ProcessorWait().seconds
+    take = partial(_take_steps, run, num_steps)
+    is_compiled = _warm_up(run, take)
     first = run.progress.step + (_COMPILED_WARMUP if is_compiled else 1)
-    recorder = _Recorder(run, first, first + num_steps, KernelTrace(learner.phases, learner.device))
-    listener = run.listener
-
-    def listen(event: Event) -> None:
-        recorder(event)
-        listener(event)
-
-    run.listener = listen
+    last = first + num_steps
+    counter = _Counter(run, first, last, KernelTrace(learner.phases, learner.device), listener)
     before = dict(learner.phases.total)
-    ending = _take_steps(run, first + num_steps + _TRACED, compile="on" if is_compiled else "off")
-    if ending.status != "finished":
-        raise ProfileStopped(ending.reason)
+    run.listener = counter
+    taken = take(last + _TRACED, compile="on" if is_compiled else "off").taken
+    run.listener = listener
+    steps = [step.__dict__ for step in taken if first < step.step <= last]
     totals = {name: seconds - before.get(name, 0.0) for name, seconds in learner.phases.total.items()}
-    # On CUDA, a step is logged when the next one is launched: the first traced step was launched before the trace.
-    num_traced = _TRACED - (learner.device.type == "cuda")
-    kernels = recorder.trace.read(num_steps=num_traced, wall_seconds=recorder.trace_seconds)
-    steps = recorder.steps
-    phases = _mean_phases(steps)
-    middle = run.order.step(first).documents
-    tokens = sum(step.tokens for step in steps) / num_steps
-    seconds = sum(value for name, value in phases.items() if name not in _LEFT_OUT)
+    phases = mean_phases(steps)
     listener(Progress("measuring this machine"))
-    trials = _Trials(run, middle, is_compiled=is_compiled)
+    trials = _Trials(run, documents := run.order.step(first).documents, is_compiled=is_compiled)
     tried = trials.measure(listener)
-    per_step = tokens / trials.num_tokens
-    return Profile(
-        made_by=made_by,
+    per_step = sum(step["tokens"] for step in steps) / num_steps / trials.num_tokens
+    profile = make_profile(
+        plan,
+        steps,
         source="steps",
-        model=plan.model,
-        method=plan.method.value,
         device=device_label,
         is_gpu=learner.device.type != "cpu",
-        precision=plan.precision.value,
-        threads=plan.threads.value,
-        micro_batch_tokens=plan.micro_batch_tokens.value,
         compile="on" if is_compiled else plan.compile.value,
-        num_steps=plan.num_steps.value,
-        num_measured=num_steps,
-        tokens=tokens,
-        computed_tokens=sum(step.computed_tokens or 0 for step in steps) / num_steps,
-        micro_batches=sum(step.micro_batches or 0 for step in steps) / num_steps,
-        phases={name: value for name, value in phases.items() if name not in _LEFT_OUT},
-        seconds=seconds,
-        evaluation=_evaluation(run, plan, totals, recorder.num_evaluations),
-        checkpoint=_checkpoint(plan, totals, phases, recorder),
-        kernels=kernels,
-        useful_flop=sum(useful_flop(learner.model, batch) for batch in trials.batches) * per_step,
+        evaluation=_evaluation(plan, totals, counter.num_evaluations),
+        checkpoint=_checkpoint(plan, totals, phases, counter),
+        # On CUDA, a step is logged when the next one is launched: the first traced step was launched before the trace.
+        kernels=counter.trace.read(_TRACED - (learner.device.type == "cuda"), wall_seconds=counter.trace_seconds),
+        useful_flop=useful_flop(learner.model, trials.batches) * per_step,
         optimizer_bytes=_optimizer_bytes(run),
         ceilings=measure_ceilings(learner.device, _DTYPES[plan.precision.value]),
         compute_seconds=trials.present_seconds and trials.present_seconds * per_step,
         trials=tried,
-        reading=_measure_reading(run, middle, copy) if _is_reading_slow(phases, seconds) else Reading(),
-        settings=_settings(run, plan),
-        notes=_notes(seconds, phases.get(PROCESSOR, 0.0)),
+        settings={
+            "train.threads": plan.threads.value,
+            "train.micro_batch_tokens": plan.micro_batch_tokens.value,
+            "train.recompute": run.config.train.recompute,
+            "corpus": run.config.corpus,
+        },
     )
+    reading = Reading()
+    if phases.get("data", 0.0) > _MIN_DATA_SHARE * profile.seconds:
+        reading = _measure_reading(run, documents, copy)
+    return profile.model_copy(update={"reading": reading, "notes": _notes(profile.seconds, phases.get(PROCESSOR, 0.0))})
 
 
-def _warm_up(run: Run) -> bool:
+def _take_steps(run: Run, num_measured: int, num_steps: int, *, compile: str) -> TrialSteps:
+    ending, steps = take_trial_steps(run, num_steps, because="a profile", compile=compile)
+    if ending.status != "finished":
+        raise UserError(f"the run stopped before {num_measured} steps were measured: {ending.reason}")
+    return steps
+
+
+def _warm_up(run: Run, take: Callable[..., TrialSteps]) -> bool:
     """Take the first steps without evaluations and checkpoints. Return whether the whole run would be compiled."""
     plan, held_out, checkpoints = run.plan, run.held_out, run.checkpoints
-    timed: list[StepTaken] = []
-    listener = run.listener
-
-    def listen(event: Event) -> None:
-        if isinstance(event, StepTaken):
-            timed.append(event)
-        listener(event)
-
-    run.listener = listen
-    run.held_out = _NoDocuments()
-    run.checkpoints = NoCheckpoints(checkpoints.folder, keep=1, on_trouble=lambda message: None)
-    ending = _take_steps(run, _WARMUP + 1, compile="off")
-    run.listener, run.held_out, run.checkpoints, run.plan = listener, held_out, checkpoints, plan
-    if ending.status != "finished":
-        raise ProfileStopped(ending.reason)
+    keep_nothing(run)
+    steps = take(_WARMUP + 1, compile="off")
+    run.held_out, run.checkpoints, run.plan = held_out, checkpoints, plan
     compiler = Compiler(plan.compile.value, plan.num_steps.value)
-    for event in timed:
+    for event in steps.taken:
         compiler.on_step(run.learner, event)
     return compiler.is_due(run.learner, step=run.progress.step)
 
 
-def _take_steps(run: Run, num_steps: int, *, compile: str) -> Ending:
-    because = "a profile"
-    update = {
-        "num_steps": Chosen[int](value=num_steps, because=because),
-        "schedule": run.plan.schedule.model_copy(update={"value": "constant", "because": because}),
-        "compile": run.plan.compile.model_copy(update={"value": compile, "because": because}),
-    }
-    run.plan = run.plan.model_copy(update=update)
-    return train(run, handle_signals=False)
-
-
-class _NoDocuments:
-    """An empty split, so that nothing is evaluated."""
-
-    index: Any = None
-
-    def __len__(self) -> int:
-        return 0
-
-    def arrays(self, index: int) -> Any:
-        raise IndexError(index)
-
-
-def _mean_phases(steps: list[StepTaken]) -> dict[str, float]:
-    names = dict.fromkeys(name for step in steps for name in step.phases or {})
-    return {name: sum((step.phases or {}).get(name, 0.0) for step in steps) / len(steps) for name in names}
-
-
-def _evaluation(run: Run, plan: Plan, totals: dict[str, float], number_measured: int) -> Rare | None:
+def _evaluation(plan: Plan, totals: dict[str, float], number_measured: int) -> Rare | None:
     if not number_measured:
         return None
     answers = totals.get("answers", 0.0) / number_measured
-    every, num_steps = plan.evaluate_every.value, plan.num_steps.value
+    every = plan.evaluate_every.value
     return Rare(
         seconds=totals.get("evaluate", 0.0) / number_measured + answers,
-        number=1 + ceil(num_steps / every),  # one before the first step
+        number=1 + ceil(plan.num_steps.value / every),  # one before the first step
         every=every,
         number_measured=number_measured,
         answers_seconds=answers,
     )
 
 
-def _checkpoint(plan: Plan, totals: dict[str, float], phases: dict[str, float], recorder: _Recorder) -> Rare | None:
-    if not recorder.num_saves:
+def _checkpoint(plan: Plan, totals: dict[str, float], phases: dict[str, float], counter: _Counter) -> Rare | None:
+    if not counter.num_saves:
         return None
     every = plan.save_every.value
     return Rare(
-        seconds=totals.get("save", 0.0) / recorder.num_saves,
+        seconds=totals.get("save", 0.0) / counter.num_saves,
         number=ceil(plan.num_steps.value / every),
         every=every,
-        number_measured=recorder.num_saves,
-        queue_seconds=phases.get("save_wait", 0.0) if recorder.saves_measured > 1 else 0.0,
+        number_measured=counter.num_saves,
+        queue_seconds=phases.get("save_wait", 0.0) if counter.saves_measured > 1 else 0.0,
     )
 
 
@@ -245,56 +193,30 @@ def _optimizer_bytes(run: Run) -> float | None:
     return float(sum(7 * parameter.nbytes for parameter in run.learner.parameters.values()))
 
 
-def _settings(run: Run, plan: Plan) -> dict[str, int | str]:
-    config = run.config
-    return {
-        "train.threads": plan.threads.value,
-        "train.micro_batch_tokens": plan.micro_batch_tokens.value,
-        "train.recompute": config.train.recompute,
-        "train.read_ahead": "true" if config.train.read_ahead else "false",
-        "train.compile": plan.compile.value,
-        "evaluate.every_steps": plan.evaluate_every.value,
-        "checkpoints.every_steps": plan.save_every.value,
-        "corpus": config.corpus,
-    }
-
-
-class LinearFlop(NamedTuple):
-    """FLOP of the forward and backward pass of a model."""
-
-    per_token: float
-    """In the linear layers of the decoder."""
-    per_row: float
-    """In the head, for each position that passes it."""
-    per_pair: float
-    """In attention, for each pair of a query and a key that is not masked; causal attention has L * L / 2."""
-
-
-def linear_flop(model: PreTrainedModel) -> LinearFlop:
-    """Return the FLOP of a model per token, per row of the head and per pair in attention."""
+def useful_flop(model: PreTrainedModel, batches: list[MicroBatch]) -> float:
+    """Return the FLOP that the forward and backward passes of micro-batches need, without padding or recomputation."""
     text, layers = model.config.get_text_config(), decoder_layers(model)
-    per_token = 0.0
+    per_token = 0.0  # in the linear layers of the decoder
     for layer in layers:
         for module in layer.modules():
             if hasattr(module, "in_features") and hasattr(module, "out_features"):
-                weight = getattr(module, "weight", None)
-                # Forward, gradient of the input, and of the weight if it is trained.
-                products = 3 if weight is not None and weight.requires_grad else 2
                 linear: Any = module
-                per_token += 2.0 * products * linear.in_features * linear.out_features
+                per_token += 2.0 * _num_products(linear) * linear.in_features * linear.out_features
         per_token += 6.0 * sum(own.numel() for name, own in layer.named_parameters() if "lora_" in name)
     head: Any = model.get_output_embeddings()
-    per_row = 2.0 * (3 if head.weight.requires_grad else 2) * head.weight.numel()
+    per_row = 2.0 * _num_products(head) * head.weight.numel()  # for each position that passes the head
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    # Two products forward and four backward, of two operations each.
-    return LinearFlop(per_token, per_row, 12.0 * width * len(layers))
+    # For each pair of a query and a key: two products forward and four backward, of two operations each.
+    per_pair = 12.0 * width * len(layers)
+    pairs = sum(length * length for batch in batches for length in batch.lengths) / 2  # attention is causal
+    num_tokens, num_rows = sum(batch.num_tokens for batch in batches), sum(len(batch.rows) for batch in batches)
+    return per_token * num_tokens + per_row * num_rows + per_pair * pairs
 
 
-def useful_flop(model: PreTrainedModel, batch: MicroBatch) -> float:
-    """Return the FLOP that the forward and backward pass of a micro-batch need, without padding or recomputation."""
-    flop = linear_flop(model)
-    pairs = sum(length * length for length in batch.lengths) / 2
-    return flop.per_token * batch.num_tokens + flop.per_row * len(batch.rows) + flop.per_pair * pairs
+def _num_products(linear: Any) -> int:
+    """Return the products of a linear layer: forward, gradient of the input, and of the weight if it is trained."""
+    weight = getattr(linear, "weight", None)
+    return 3 if weight is not None and weight.requires_grad else 2
 
 
 def _notes(seconds: float, slowed: float) -> list[str]:
@@ -302,6 +224,10 @@ def _notes(seconds: float, slowed: float) -> list[str]:
         return []
     times = (seconds + slowed) / seconds
     return [f"other programs use the processor: a step took {times:.1f} times as long; their time is left out"]
+
+
+_Variant = tuple[str, int | str, list[MicroBatch], Callable[[], AbstractContextManager[None]]]
+"""A key, another value, the micro-batches, and the setting during which they are computed."""
 
 
 class _Trials:
@@ -321,9 +247,9 @@ class _Trials:
 
     def measure(self, listener: Callable[[Event], None]) -> list[Trial]:
         """Return the time of each variant. A variant that runs out of memory is left out."""
-        variants = [*self._threads(), *self._micro_batches(), *self._recompute()]
         if self._is_compiled:  # the present kernels are compiled, and those of a variant would not be
             return []
+        variants = list(self._variants())
         times: list[list[float]] = [[] for _ in variants]
         present: list[float] = []
         for turn in range(_ROUNDS):
@@ -363,50 +289,38 @@ class _Trials:
         self._learner.drop_gradients()
         return seconds
 
-    def _threads(self) -> Iterator[Any]:
-        if self._learner.device.type != "cpu":
-            return
-        present = torch.get_num_threads()
-
-        @contextmanager
-        def using(number: int) -> Iterator[None]:
-            torch.set_num_threads(number)
-            self._compute(self.batches[:1])  # starts the threads
-            try:
-                yield
-            finally:
-                torch.set_num_threads(present)
-                self._compute(self.batches[:1])
-
-        for number in useful_threads():
+    def _variants(self) -> Iterator[_Variant]:
+        device, present = self._learner.device.type, torch.get_num_threads()
+        for number in useful_threads() if device == "cpu" else ():
             if number != present:
-                yield "train.threads", number, self.batches, partial(using, number)
-
-    def _micro_batches(self) -> Iterator[Any]:
-        for size in _MICRO_BATCHES[self._learner.device.type]:
+                yield "train.threads", number, self.batches, partial(self._with_threads, number)
+        for size in _MICRO_BATCHES[device]:
             batches = self._make(size) if size > self._present else self.batches
             if len(batches) < len(self.batches):
                 yield "train.micro_batch_tokens", size, batches, nullcontext
             if len(batches) == 1:
-                return
+                break
+        if self._run.config.train.recompute == "on":
+            yield "train.recompute", "off", self.batches, self._without_recompute
 
-    def _recompute(self) -> Iterator[Any]:
-        mode = self._run.config.train.recompute
+    @contextmanager
+    def _with_threads(self, number: int) -> Iterator[None]:
+        present = torch.get_num_threads()
+        torch.set_num_threads(number)
+        self._compute(self.batches[:1])  # starts the threads
+        try:
+            yield
+        finally:
+            torch.set_num_threads(present)
+            self._compute(self.batches[:1])
 
-        @contextmanager
-        def off() -> Iterator[None]:
-            self._learner.recompute("off")
-            try:
-                yield
-            finally:
-                self._learner.recompute(mode)
-
-        if mode == "on":
-            yield "train.recompute", "off", self.batches, off
-
-
-def _is_reading_slow(phases: dict[str, float], seconds: float) -> bool:
-    return phases.get("data", 0.0) > _MIN_DATA_SHARE * seconds
+    @contextmanager
+    def _without_recompute(self) -> Iterator[None]:
+        self._learner.recompute("off")
+        try:
+            yield
+        finally:
+            self._learner.recompute("on")
 
 
 def _measure_reading(run: Run, documents: Numbers, copy: Callable[[], TokenizedDocuments | None]) -> Reading:

@@ -1,152 +1,102 @@
-"""`tunewell profile`: measure some steps in a child process, or read a finished run; find and try the best remedy."""
+"""`tunewell profile`: measure some steps in a child process, and again with the best remedy."""
 
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunewell.config.load import LoadedConfig
+from tunewell.core.child import ChildDied, answer, call
 from tunewell.core.errors import UserError
-from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.progress import Progress, ProgressListener
-from tunewell.core.version import made_by
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.features.profile.bottlenecks import ProfileResult, find_bottlenecks
 from tunewell.features.profile.records import Profile
-from tunewell.records.base import read_record
-from tunewell.runs.config import RunOptions
+from tunewell.runs.config import RunOptions, as_request, from_request
 
-if TYPE_CHECKING:
-    from tunewell.training.run import Run
-    from tunewell.workflows.train import Training
-
-_PROFILE = "profile.json"
 _MEMORY_DISK = Path("/dev/shm")
 
 
-class ChildFailed(Exception):
-    """The child printed an error and exited with this code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-def profile_config(loaded: LoadedConfig, argv: Sequence[str], *, applies: bool) -> ProfileResult:
+def profile_config(
+    load: Callable[[str | None], LoadedConfig],
+    num_steps: int,
+    *,
+    applies: bool,
+    allow_faults: bool,
+    progress: ProgressListener,
+) -> ProfileResult:
     """Profile some steps of a config in a child process; with `applies`, again with the best remedy.
 
-    Raises ChildFailed if the child printed an error, and UserError if it was killed. Nothing is left behind.
+    `load` returns the config with another setting. Raises UserError if the steps cannot be taken. Nothing is left
+    behind.
     """
-    with _scratch(loaded) as scratch:
-        profile = _run_child(argv, scratch, None)
+    request = {"num_steps": num_steps, "faults": os.environ.get("TUNEWELL_FAULTS"), "allow_faults": allow_faults}
+    loaded = load(None)
+    with _copy_folder() as copy:
+        profile = _measured(loaded, request | {"copy": str(copy), "keeps_waits": False}, progress)
         result = ProfileResult(profile, find_bottlenecks(profile))
         if not applies or not result.bottlenecks:
             return result
         best = result.bottlenecks[0]
-        value = json.dumps(str(scratch.copy)) if best.key == "corpus" else best.value
-        return replace(result, applied=_run_child(argv, scratch, f"{best.key}={value}"))
-
-
-@dataclass(frozen=True)
-class _Scratch:
-    folder: Path
-    """On the disk of the run, so that checkpoints take as long as there."""
-    copy: Path
-    """A folder in memory for a copy of the corpus, if there is one."""
+        value = json.dumps(str(copy)) if best.key == "corpus" else best.value
+        # For too many threads, the time that other programs use the processor counts.
+        request |= {"copy": str(copy), "keeps_waits": best.key == "train.threads"}
+        return replace(result, applied=_measured(load(f"{best.key}={value}"), request, progress))
 
 
 @contextmanager
-def _scratch(loaded: LoadedConfig) -> Iterator[_Scratch]:
+def _copy_folder() -> Iterator[Path]:
+    """Yield a folder in memory for a copy of the corpus, if there is memory for files."""
+    memory = _MEMORY_DISK if os.access(_MEMORY_DISK, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="tunewell-profile-", dir=memory) as folder:
+        yield Path(folder) / "corpus"
+
+
+def _measured(loaded: LoadedConfig, request: dict[str, Any], progress: ProgressListener) -> Profile:
+    progress(Progress("importing torch"))
+    # On the disk of the run, so that checkpoints take as long as there.
     near = loaded.path(loaded.config.run).absolute().parent
     parent = near if near.is_dir() and os.access(near, os.W_OK) else None
-    memory = _MEMORY_DISK if os.access(_MEMORY_DISK, os.W_OK) else None
-    with (
-        tempfile.TemporaryDirectory(prefix=".tunewell-profile-", dir=parent) as folder,
-        tempfile.TemporaryDirectory(prefix="tunewell-profile-", dir=memory) as copies,
-    ):
-        yield _Scratch(Path(folder), Path(copies) / "corpus")
+    with tempfile.TemporaryDirectory(prefix=".tunewell-profile-", dir=parent) as folder:
+        request = {**as_request(loaded), **request, "folder": folder}
+        try:
+            return Profile.model_validate(call("tunewell.features.profile.workflow", request, progress=progress))
+        except ChildDied as died:
+            name = died.ended.signal_name
+            if not name:
+                raise UserError(f"the process that was measured {died}") from died
+            fix = "reduce `train.micro_batch_tokens`, or close other programs" if name == "SIGKILL" else None
+            where = "most often for memory"
+            raise UserError(f"the process that was measured was killed by {name}", where=where, fix=fix) from died
 
 
-def _run_child(argv: Sequence[str], scratch: _Scratch, trial: str | None) -> Profile:
-    result = scratch.folder / _PROFILE
-    result.unlink(missing_ok=True)
-    added = ["--child", str(scratch.folder), "--copies", str(scratch.copy), *(["--try", trial] if trial else [])]
-    # Before the user's arguments, which may end with `--`.
-    command = [sys.executable, "-m", "tunewell", "profile", *added, *argv]
-    # torch's profiler announces itself on stderr.
-    done = subprocess.run(command, env={"KINETO_LOG_LEVEL": "99", **os.environ}, check=False)
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        fix = "reduce `train.micro_batch_tokens`, or close other programs" if name == "SIGKILL" else None
-        raise UserError(f"the process that was measured was killed by {name}", where="most often for memory", fix=fix)
-    if done.returncode or not result.is_file():
-        raise ChildFailed(done.returncode or 1)
-    return read_record(result, Profile)
+def _measure(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
+    """Measure in this process, the child."""
+    from tunewell.cli.startup import import_libraries
 
+    loaded = from_request(request)
+    import_libraries(device=loaded.config.device)
+    from tunewell.features.profile.trial import profile_steps
+    from tunewell.workflows.train import require_trainable
+    from tunewell.workflows.trial import trial_run
 
-@dataclass(frozen=True)
-class Job:
-    """What the child measures."""
-
-    folder: Path
-    copies: Path
-    num_steps: int
-    keeps_waits: bool = False
-    """Whether the time that other programs use the processor counts, as it does for too many threads."""
-
-
-def measure(loaded: LoadedConfig, options: RunOptions, job: Job, listener: ProgressListener) -> None:
-    """Measure in this process, the child, and write the result to the folder of the job."""
-    from tunewell.runs.folder import open_run_folder
-    from tunewell.training.events import Event
-    from tunewell.workflows.train import Training, require_trainable
-
-    config = loaded.config.model_copy(update={"run": str((job.folder / "run").absolute())})
-    loaded, start = require_trainable(replace(loaded, config=config), options)
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Progress) and event.stage != "saving a checkpoint":
-            listener(event)
-
-    training = Training(loaded, options, listen, start)
-    if training.world.size > 1:
-        raise UserError("a profile runs in one process", fix="start it without `torchrun`")
-    shutil.rmtree(job.folder / "run", ignore_errors=True)
-    with open_run_folder(loaded, training.world, is_resuming=False) as opened:
-        training.prepare()
-        corpus, plan, order = training.plan(opened)
-        with training.process_settings(plan):
-            _, run = training.build(opened, corpus, plan, order)
-            opened.keep()
-            result = _measure_steps(run, training, job)
-        run.close()
-    write_atomic(job.folder / _PROFILE, stable_json(result.model_dump(mode="json")))
-
-
-def _measure_steps(run: "Run", training: "Training", job: Job) -> Profile:
-    from tunewell.features.profile.trial import ProfileStopped, profile_steps
-
-    corpus = training.loaded.path(training.loaded.config.corpus)
-    training.recorder(Progress(f"measuring {job.num_steps} steps"))
-    try:
-        return profile_steps(
+    options = RunOptions(owns_process=True, faults=request["faults"], allow_faults=request["allow_faults"])
+    loaded, start = require_trainable(loaded, options)
+    with trial_run(loaded, options, Path(request["folder"]), start=start, listener=progress) as (training, _, run):
+        training.recorder(Progress(f"measuring {request['num_steps']} steps"))
+        profile = profile_steps(
             run,
-            job.num_steps,
-            made_by=made_by(),
+            request["num_steps"],
             device_label=training.device.label,
-            keeps_waits=job.keeps_waits,
-            copy=_copier(corpus, job.copies, training.hooks.documents),
+            keeps_waits=request["keeps_waits"],
+            copy=_copier(loaded.path(loaded.config.corpus), Path(request["copy"]), training.hooks.documents),
         )
-    except ProfileStopped as stopped:
-        raise UserError(f"the run stopped before {job.num_steps} steps were measured: {stopped}") from stopped
+    return profile.model_dump(mode="json")
 
 
 def _copier(corpus: Path, copies: Path, documents: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -161,3 +111,7 @@ def _copier(corpus: Path, copies: Path, documents: Callable[[Any], Any]) -> Call
         return documents(open_corpus(copies))
 
     return copy
+
+
+if __name__ == "__main__":
+    answer(_measure)

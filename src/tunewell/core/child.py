@@ -1,0 +1,237 @@
+"""Start child processes: the one place that does, with their messages, their limits and how they ended.
+
+run(command)         a program, until it ends: its output, its errors and its exit code
+Child(command)       a process that gets lines of JSON on stdin and writes lines of JSON to stdout
+call(module, ...)    one request to a module that is run in a new Python process: progress, then a result or an error
+answer(act)          the other side of `call`, inside that process
+start_in_group(...)  a process in its own group, which the supervisor forwards signals to
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener, silent
+
+Process = subprocess.Popen[Any]
+_EXIT_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, with what it wrote."""
+
+    code: int
+    out: str = ""
+    err: str = ""
+
+    @property
+    def signal_name(self) -> str:
+        """The signal that killed the process, or an empty text."""
+        return signal.Signals(-self.code).name if self.code < 0 else ""
+
+    @property
+    def last_error(self) -> str:
+        """The last line on stderr, or an empty text."""
+        return (self.err.strip().splitlines() or [""])[-1]
+
+    def __str__(self) -> str:
+        """Return how the process ended, as the end of a sentence."""
+        if self.signal_name == "SIGKILL":
+            return "was killed, most likely because the machine ran out of memory"
+        if self.signal_name:
+            return f"crashed ({self.signal_name})"
+        return f"failed: {self.last_error or f'exit code {self.code}'}"
+
+
+class ChildDied(Exception):
+    """A child process ended without a result."""
+
+    def __init__(self, ended: Ended) -> None:
+        super().__init__(str(ended))
+        self.ended = ended
+
+
+def run(
+    command: Sequence[str], *, seconds: float | None = None, folder: Path | None = None, merges_errors: bool = False
+) -> Ended:
+    """Run a program until it ends. Raise TimeoutError if that takes too long, and OSError if it cannot be started."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if merges_errors else subprocess.PIPE,
+        text=True,
+        errors="replace",
+        cwd=folder,
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    finally:
+        if process.poll() is None:
+            process.kill()  # it is not waited for: a process that a driver has blocked does not end
+    return Ended(process.returncode, out, err or "")
+
+
+def start_in_group(command: Sequence[str], *, inherited: tuple[int, ...]) -> Process:
+    """Start a process in its own group, with these file descriptors.
+
+    Ctrl-C in a terminal then reaches only this process. A background group that reads from the terminal is stopped, so
+    the child gets stdin only if it is no terminal.
+    """
+    stdin = subprocess.DEVNULL if os.isatty(0) else None
+    return subprocess.Popen(command, pass_fds=inherited, process_group=0, stdin=stdin)
+
+
+class Child:
+    """A process that gets lines of JSON on stdin and writes lines of JSON to stdout. It is killed when it is closed."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        has_session: bool = False,
+        shows_errors: bool = False,
+    ) -> None:
+        """Start the process. With a session of its own, it gets no signals of the terminal."""
+        self._errors: IO[bytes] | None = None if shows_errors else tempfile.TemporaryFile()  # noqa: SIM115
+        self._process: Process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            errors="replace",
+            env={**os.environ, **(environment or {})},
+            start_new_session=has_session,
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def send(self, message: Any) -> None:
+        """Write a message. Nothing happens if the process has ended."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def messages(self, seconds: float | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the JSON objects that the process writes, until it closes its stdout.
+
+        Other lines are skipped. Raise TimeoutError if nothing comes for `seconds`.
+        """
+        lines: queue.Queue[str | None] = queue.Queue()
+        stream, self._process.stdout = self._process.stdout, None
+        # A thread, because Windows cannot wait for a pipe with a time limit.
+        threading.Thread(target=_read, args=[stream, lines], daemon=True).start()
+        try:
+            while (line := lines.get(timeout=seconds)) is not None:
+                if line.startswith("{"):
+                    yield json.loads(line)
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
+
+    def wait(self) -> Ended:
+        """Wait until the process ends, and return how it did."""
+        code = self._process.wait()
+        if self._errors is None:
+            return Ended(code)
+        self._errors.seek(0)
+        return Ended(code, err=self._errors.read().decode(errors="replace"))
+
+    def close(self) -> None:
+        """Kill the process if it has not ended."""
+        if not self.has_ended:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _read(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
+    """Pass on every line, then None. A process that was started by the child may keep the stream open for longer."""
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def call(
+    module: str,
+    request: Any,
+    *,
+    progress: ProgressListener = silent,
+    seconds: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Run a module that uses `answer` in a new Python process, and return its result.
+
+    Raise the UserError of the process, ChildDied if it ends without a result, and TimeoutError if it is silent for
+    `seconds`.
+    """
+    with Child([sys.executable, "-m", module], environment=environment) as child:
+        child.send(request)
+        for message in child.messages(seconds):
+            if "progress" in message:
+                progress(Progress(**message["progress"]))
+            elif "error" in message:
+                raise UserError(**message["error"])
+            elif "result" in message:
+                return message["result"]
+        raise ChildDied(child.wait())
+
+
+def answer(act: Callable[[Any, ProgressListener], Any]) -> None:
+    """Carry out the request of the parent process, and send it the progress and the result, or a UserError.
+
+    What libraries print to stdout goes to stderr. Without a request, nothing is done.
+    """
+    line = sys.stdin.readline()
+    if not line:
+        return
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def send(kind: str, content: Any) -> None:
+        out.write(json.dumps({kind: content}) + "\n")
+        out.flush()
+
+    try:
+        send("result", act(json.loads(line), lambda progress: send("progress", asdict(progress))))
+    except UserError as error:
+        send("error", {"what": error.what, "where": error.where, "fix": error.fix})
+        sys.exit(_EXIT_ERROR)
+
+
+def limit_resources(*, memory_bytes: int, processor_seconds: int) -> None:
+    """Limit this process where the system can: address space and processor time; it writes no core dump."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds + 1))
