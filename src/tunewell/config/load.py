@@ -172,6 +172,17 @@ class LoadedConfig:
         return str(short_path(path)) if path.exists() else name
 
 
+def as_request(loaded: LoadedConfig) -> dict[str, Any]:
+    """Return a config as JSON values for a child process."""
+    config = loaded.config.model_dump(mode="json", exclude_unset=True)
+    return {"config": config, "base": str(loaded.base.resolve()), "origins": dict(loaded.origins)}
+
+
+def from_request(request: Mapping[str, Any]) -> LoadedConfig:
+    """Return the config of `as_request`, in the child process."""
+    return LoadedConfig(Config.model_validate(request["config"]), Path(request["base"]), None, request["origins"])
+
+
 def as_sets(**values: str | Path | None) -> list[str]:
     """Return values as `KEY="VALUE"` for `--set`, quoted so that YAML reads spaces, colons and `5` as text."""
     given = {key: str(value) for key, value in values.items() if value is not None}

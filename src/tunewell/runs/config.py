@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,17 +51,6 @@ class RunOptions:
     faults: str | None = None
     """Faults to inject in tests, for example `nan@gradients:step=7`."""
     allow_faults: bool = False
-
-
-def as_request(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return a config as JSON values for a child process."""
-    config = loaded.config.model_dump(mode="json", exclude_unset=True)
-    return {"config": config, "base": str(loaded.base.resolve()), "origins": dict(loaded.origins)}
-
-
-def from_request(request: Mapping[str, Any]) -> LoadedConfig:
-    """Return the config of `as_request`, in the child process."""
-    return LoadedConfig(Config.model_validate(request["config"]), Path(request["base"]), None, request["origins"])
 
 
 OPEN_BOOK_CORPUS = "corpus-open-book"

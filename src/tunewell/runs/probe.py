@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tunewell import __version__
-from tunewell.config.load import LoadedConfig
+from tunewell.config.load import LoadedConfig, as_request
 from tunewell.core.cache import DiskCache
 from tunewell.core.child import ChildDied, call
 from tunewell.core.errors import UserError
@@ -22,7 +22,6 @@ from tunewell.planning.forecast import Measured, Outlook
 from tunewell.planning.memory import CONTEXT_BYTES
 from tunewell.planning.speed import CACHED_COMPILE_SECONDS, MeasuredSpeed
 from tunewell.records.plan import Chosen, Plan
-from tunewell.runs.config import as_request
 
 _CACHE = DiskCache("probes")
 _MAX_SECONDS, _RUN_SHARE = 120.0, 0.05

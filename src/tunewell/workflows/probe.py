@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tunewell.config.load import from_request
 from tunewell.config.schema import Config
 from tunewell.core.child import answer
 from tunewell.core.progress import ProgressListener
@@ -19,7 +20,7 @@ from tunewell.machine.device import measure_threads
 from tunewell.machine.out_of_memory import OutOfMemory
 from tunewell.planning.plan import plan_run
 from tunewell.records.plan import Plan
-from tunewell.runs.config import RunOptions, from_request
+from tunewell.runs.config import RunOptions
 from tunewell.training.probe import take_probe_steps
 from tunewell.training.trial import with_values
 from tunewell.workflows.train import Training

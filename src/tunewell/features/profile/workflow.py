@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import LoadedConfig
+from tunewell.config.load import LoadedConfig, as_request, from_request
 from tunewell.core.child import ChildDied, answer, call
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.features.profile.bottlenecks import ProfileResult, find_bottlenecks
 from tunewell.features.profile.records import Profile
-from tunewell.runs.config import RunOptions, as_request, from_request
+from tunewell.runs.config import RunOptions
 
 _MEMORY_DISK = Path("/dev/shm")
 
