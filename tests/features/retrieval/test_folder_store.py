@@ -134,23 +134,6 @@ def test_a_query_reads_as_few_clusters_as_find_the_nearest_passages(tmp_path):
     assert numbers["near each other"] < 0.6 * numbers["noise"], numbers
 
 
-def test_clusters_of_an_earlier_version_are_read_as_before(tmp_path, monkeypatch):
-    """Their files have faiss's default of one cluster per query, which finds a third of the nearest passages."""
-    import faiss
-
-    rng = np.random.default_rng(1)
-    vectors = rng.normal(size=(40, 1, 32)) + rng.normal(size=(40, 50, 32))
-    vectors = (vectors / np.linalg.norm(vectors, axis=2, keepdims=True)).reshape(-1, 32).astype(np.float32)
-    folder_store._write_clusters(tmp_path / "clusters.faiss", vectors, lambda _: None)
-    written = faiss.read_index(str(tmp_path / "clusters.faiss"))
-    written.nprobe = 1
-    faiss.write_index(written, str(tmp_path / "clusters.faiss"))
-    build_index([str(write_pages(tmp_path / "docs", 5))], str(tmp_path / "index"), ToyEmbedder())
-    store = open_store(tmp_path / "index")
-    monkeypatch.setattr(store, "_data", tmp_path)
-    assert store._open_clusters().nprobe == int(0.06 * written.nlist) >= 8
-
-
 def test_words_and_documents_are_those_of_the_pages(index):
     """The refusal counts the passages with a word."""
     store = open_store(index)

@@ -58,8 +58,7 @@ EXACT_PASSAGES = 50_000
 _SCAN_ROWS = 16_384
 _RECALL, _NEAREST, _MEASURED_QUERIES = 0.98, 10, 64
 """A query reads as many clusters as find 98% of the ten nearest passages, measured on 64 queries."""
-_MIN_PROBED, _OLD_PROBE_SHARE = 2, 0.06
-"""Indexes of earlier versions have faiss's default of one cluster, and are searched as those versions did."""
+_MIN_PROBED = 2
 _DATA = "data-"
 _STAGED = ".staged-"
 _LOCK = ".lock"
@@ -249,8 +248,6 @@ class FolderStore:
             mapped = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
             with self._reading():
                 self._clusters = faiss.read_index(str(self._data / "clusters.faiss"), mapped)
-            if self._clusters.nprobe < _MIN_PROBED:
-                self._clusters.nprobe = max(8, int(self._clusters.nlist * _OLD_PROBE_SHARE))
         return self._clusters
 
 
