@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Numbers = npt.NDArray[np.int64]
+from tunewell.core.arrays import Ints, SmallInts
+
+Numbers = Ints
 # Minimum length of a shared prefix in tokens; a shorter prefix saves too little.
 _MIN_PREFIX = 8
 _EXACT_EPOCHS = 1000
@@ -26,7 +27,7 @@ class TokenizedDocuments(Protocol):
 
     def __len__(self) -> int: ...
 
-    def arrays(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def arrays(self, index: int) -> tuple[SmallInts, SmallInts]:
         """Return the ids and labels of a document."""
         ...
 
@@ -34,7 +35,7 @@ class TokenizedDocuments(Protocol):
     """`length` and `supervised` of every document, by name."""
 
 
-def spread_evenly(total: int, limit: int | None) -> npt.NDArray[np.int64]:
+def spread_evenly(total: int, limit: int | None) -> Ints:
     """Return up to `limit` evenly spaced indices, so that all sources are included: documents are sorted by source."""
     number = total if limit is None else min(limit, total)
     return np.unique(np.linspace(0, total - 1, number).round().astype(np.int64)) if number else np.zeros(0, np.int64)
@@ -162,13 +163,13 @@ def micro_batches(documents: Numbers, lengths: Numbers, budget: int, *, most: in
 class MicroBatch:
     """Concatenated documents: the input of the model."""
 
-    input_ids: npt.NDArray[np.int64]
-    position_ids: npt.NDArray[np.int64]
+    input_ids: Ints
+    position_ids: Ints
     lengths: tuple[int, ...]
     """Lengths of the documents, followed by those of the padding documents."""
-    rows: npt.NDArray[np.int64]
+    rows: Ints
     """Positions whose next token is supervised."""
-    targets: npt.NDArray[np.int64]
+    targets: Ints
     """The supervised token that follows each of these positions."""
     documents: tuple[int, ...]
     num_tokens: int
@@ -182,9 +183,9 @@ class SharedPrefix:
     size: int
     lengths: tuple[int, ...]
     """Length of the prefix, followed by the length of the rest of each document."""
-    computed: npt.NDArray[np.int64]
+    computed: Ints
     """Indices of the batch's tokens that are computed."""
-    token_index: npt.NDArray[np.int64]
+    token_index: Ints
     """For each token of the batch, its index among the computed tokens."""
 
 
@@ -262,7 +263,7 @@ def share_prefix(batch: MicroBatch, *, longest: int) -> SharedPrefix | None:
     )
 
 
-def cumulative_lengths(batch: MicroBatch, num_documents: int | None = None) -> npt.NDArray[np.int32]:
+def cumulative_lengths(batch: MicroBatch, num_documents: int | None = None) -> SmallInts:
     """Return the cumulative lengths of the documents, padded with empty documents up to a fixed number."""
     ends = np.cumsum((0, *batch.lengths), dtype=np.int32)
     spare = 0 if num_documents is None else num_documents + 1 - len(ends)

@@ -4,12 +4,10 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from tunewell.core.arrays import SmallInts
 from tunewell.data.batches import TokenizedDocuments
 
-Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+Arrays = tuple[SmallInts, SmallInts]
 NUM_READERS = 4
 """Readers mostly wait for a disk or a network, so there may be more of them than cores."""
 

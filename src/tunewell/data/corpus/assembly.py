@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.config.schema import Data
+from tunewell.core.arrays import Bools, Bytes, Hashes, Ints, SmallInts, TokenIds
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, percent
-from tunewell.data.corpus.held_out import Hashes, choose_auto, choose_share
+from tunewell.data.corpus.held_out import choose_auto, choose_share
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
 from tunewell.records.manifest import ANSWERS, DROPPED, SECRETS, SourceRecord, unknown_remark
 
@@ -45,7 +46,7 @@ _COLUMNS = {
 }
 _DIGESTS = ("whole", "question")
 
-Digests = npt.NDArray[np.uint64]
+Digests = Hashes
 """One 128-bit digest per document, as two integers: shape (documents, 2)."""
 
 
@@ -81,29 +82,29 @@ class SourceLedger:
 class Documents:
     """The statistics and tokens of all documents. All arrays except `is_dropped` are memory-mapped."""
 
-    lengths: npt.NDArray[np.int32]
-    begins: npt.NDArray[np.int64]
+    lengths: SmallInts
+    begins: Ints
     """Index of each document's first token in `tokens`."""
-    boundary: npt.NDArray[np.int32]
-    source: npt.NDArray[np.int32]
-    row: npt.NDArray[np.int64]
-    is_held_out: npt.NDArray[np.bool_]
+    boundary: SmallInts
+    source: SmallInts
+    row: Ints
+    is_held_out: Bools
     whole: Digests
     """Digest of the whole conversation."""
     question: Digests
-    tokens: npt.NDArray[np.uint32]
-    supervised: npt.NDArray[np.bool_]
-    is_dropped: npt.NDArray[np.bool_]
+    tokens: TokenIds
+    supervised: Bools
+    is_dropped: Bools
     turn: Hashes = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     """Hashes of the other questions of conversations with several turns."""
-    turn_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    turn_of: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """The document of each of `turn`."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
-    def order_key(self) -> npt.NDArray[np.uint64]:
+    def order_key(self) -> Hashes:
         """The sort key for sampling: a hash of the content, so that the result does not depend on the order of rows."""
         return self.whole[:, 0]
 
@@ -142,7 +143,7 @@ class Assembly:
         numbers: Sequence[int],
         *,
         is_held_out: bool = False,
-        stays_held_out: npt.NDArray[np.bool_] | None = None,
+        stays_held_out: Bools | None = None,
     ) -> None:
         """Append a block; set `is_held_out` for rows of a held-out file, which must be added before all others.
 
@@ -322,7 +323,7 @@ class Assembly:
         self._open.close()
 
 
-def find_repeats(digests: Digests) -> npt.NDArray[np.int64]:
+def find_repeats(digests: Digests) -> Ints:
     """Return the indices of digests that equal an earlier one, in ascending order."""
     order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal digests keep their order
     is_repeat = np.ones(max(len(order) - 1, 0), dtype=bool)
@@ -332,7 +333,7 @@ def find_repeats(digests: Digests) -> npt.NDArray[np.int64]:
     return np.sort(order[1:][is_repeat])
 
 
-def _find_held_out_questions(documents: Documents) -> npt.NDArray[np.int64]:
+def _find_held_out_questions(documents: Documents) -> Ints:
     """Return the training documents whose question also occurs in a held-out document."""
     held_out = documents.question[documents.is_held_out]
     # Comparing the first halves with numpy leaves few digests to compare in Python.
@@ -344,14 +345,14 @@ def _find_held_out_questions(documents: Documents) -> npt.NDArray[np.int64]:
     return candidates[np.asarray(is_asked, dtype=bool)]
 
 
-def _without_first_tokens(block: TokenizedBlock) -> npt.NDArray[np.bool_]:
+def _without_first_tokens(block: TokenizedBlock) -> Bools:
     """Return the mask without the first token of each document, which cannot be predicted from earlier tokens."""
     supervised = block.supervised.astype(bool)
     supervised[np.cumsum(block.lengths) - block.lengths] = False
     return supervised
 
 
-def _as_numbers(digests: npt.NDArray[np.uint8]) -> Digests:
+def _as_numbers(digests: Bytes) -> Digests:
     return np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
 
 

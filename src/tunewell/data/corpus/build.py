@@ -11,15 +11,15 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from tunewell.config.schema import Clean
+from tunewell.core.arrays import Ints, TokenIds
 from tunewell.core.errors import UserError
 from tunewell.core.files import disk_full_as_user_error, make_private, publish_folder
 from tunewell.core.progress import Progress
 from tunewell.data.corpus.assembly import Assembly, Documents, SpaceEstimate
 from tunewell.data.corpus.held_out import read_questions
-from tunewell.data.corpus.similarity import SHINGLE_TOKENS, Indices, NearDuplicateSearch, NearPairs, TokenLists
+from tunewell.data.corpus.similarity import SHINGLE_TOKENS, NearDuplicateSearch, NearPairs, TokenLists
 from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import (
     RenderedBlock,
@@ -226,7 +226,7 @@ def _report(reason: str, action: str, pairs: NearPairs, assembly: Assembly, docu
     return listed
 
 
-def _without_shared_prefix(documents: Documents, order: Indices) -> TokenLists:
+def _without_shared_prefix(documents: Documents, order: Ints) -> TokenLists:
     """Return the documents without the tokens with which most of them begin, such as a system prompt.
 
     A long shared prompt would make all documents similar.
@@ -246,7 +246,7 @@ def _without_shared_prefix(documents: Documents, order: Indices) -> TokenLists:
     return TokenLists(documents.tokens, begins, lengths)
 
 
-def _num_shared(first: npt.NDArray[np.uint32], second: npt.NDArray[np.uint32]) -> int:
+def _num_shared(first: TokenIds, second: TokenIds) -> int:
     """Return the number of equal tokens at the start of two documents."""
     size = min(len(first), len(second))
     differs = np.flatnonzero(first[:size] != second[:size])

@@ -13,8 +13,8 @@ on which an earlier one was tested, and their scores could not be compared.
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from tunewell.core.arrays import Hashes
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.records.manifest import QUESTIONS, read_manifest
@@ -26,8 +26,6 @@ AUTO_SHARE, MAX_AUTO_SHARE = 0.05, 0.25
 _MIN_OF_SHARE = 2
 """Questions that a share holds out of a small data set, if it has at least eight."""
 _TWO_64 = float(2**64)
-
-Hashes = npt.NDArray[np.uint64]
 
 
 def num_auto(num_questions: int) -> int:

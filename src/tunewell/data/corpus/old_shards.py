@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, read_text, sha256_file
 from tunewell.data.corpus.prepared import PreparedBlock
@@ -106,8 +107,8 @@ class PackedShard:
 
 @dataclass
 class _Packed:
-    ids: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
+    ids: Ints
+    labels: Ints
 
 
 @dataclass
@@ -149,7 +150,7 @@ class _Unpacker:
             if len(np.unique(ids[start:end])) > 1:  # a run of one id is padding that the attention mask includes
                 yield _Packed(ids[start:end], labels[start:end])
 
-    def _end_ids(self, ids: npt.NDArray[np.int64]) -> tuple[int, ...]:
+    def _end_ids(self, ids: Ints) -> tuple[int, ...]:
         """Return the tokens between conversations: named in the manifest, or the end token if it does not end turns."""
         if self.end_ids:
             return self.end_ids
@@ -249,7 +250,7 @@ class _Unpacker:
             "every token; or use the rows from which they were made",
         )
 
-    def _decode(self, ids: npt.NDArray[np.int64]) -> str:
+    def _decode(self, ids: Ints) -> str:
         tokenizer = self.pipeline.encoder.tokenizer
         bos = tokenizer.special_tokens.get("bos_token")
         if bos and len(ids) and ids[0] == tokenizer.backend.token_to_id(bos):
@@ -294,7 +295,7 @@ def _is_packed(row: object) -> bool:
     return isinstance(row, dict) and _IDS in row
 
 
-def _same_ids(ids: npt.NDArray[Any], stored: npt.NDArray[np.int64]) -> bool:
+def _same_ids(ids: npt.NDArray[Any], stored: Ints) -> bool:
     """Return True if the ids are equal, or the stored ones lack or add the white space at the end, or a BOS token."""
     short, long = sorted((ids.astype(np.int64), stored), key=len)
     is_same = (long[: len(short)] == short).all() or (long[-len(short) :] == short).all()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.core.arrays import Hashes, Ints, SmallInts
 from tunewell.data.corpus.assembly import Documents
 from tunewell.records.plan import Chosen
 
@@ -28,8 +29,8 @@ class Packing:
     """
 
     context_length: int
-    order: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
+    order: Ints
+    starts: Ints
     num_tokens: int
 
     @property
@@ -57,11 +58,11 @@ def pack(lengths: npt.NDArray[np.integer], context_length: int) -> Packing:
     by_length = np.argsort(lengths, kind="stable")
     next_of = (np.cumsum(counts) - counts).tolist()
     order = np.empty(len(lengths), dtype=np.int64)
-    sizes: list[npt.NDArray[np.int64]] = []
+    sizes: list[Ints] = []
     done = 0
     distinct = np.flatnonzero(counts).tolist()
     for times, design in _designs({length: int(counts[length]) for length in distinct}, context_length):
-        columns: list[npt.NDArray[np.int64]] = []
+        columns: list[Ints] = []
         for length, per_sequence in design.items():
             first = next_of[length]
             next_of[length] += times * per_sequence
@@ -175,9 +176,9 @@ class Units:
     supervised again, so no token of a split document is supervised twice.
     """
 
-    document: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int32]
-    length: npt.NDArray[np.int32]
+    document: Ints
+    start: SmallInts
+    length: SmallInts
     num_pieces: int = 0
     """Number of pieces of split documents, without the first piece of each document."""
     num_repeats: int = 0
@@ -187,7 +188,7 @@ class Units:
         return len(self.document)
 
 
-def whole_units(documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> Units:
+def whole_units(documents: Ints, lengths: SmallInts) -> Units:
     """Return one unit for each document."""
     return Units(documents, np.zeros(len(documents), dtype=np.int32), lengths[documents].astype(np.int32))
 
@@ -225,13 +226,11 @@ def without_unsupervised(units: Units, documents: Documents) -> Units:
 class Mix:
     """The number of copies of each document, with a reason for each source."""
 
-    copies: npt.NDArray[np.int64]
+    copies: Ints
     because: dict[int, str]
 
 
-def mix_sources(
-    source: npt.NDArray[np.int32], order_key: npt.NDArray[np.uint64], shares: Mapping[int, float], max_repeats: int
-) -> Mix:
+def mix_sources(source: SmallInts, order_key: Hashes, shares: Mapping[int, float], max_repeats: int) -> Mix:
     """Choose the number of copies of each document so that every source has its share of all documents.
 
     Small sources are repeated up to `max_repeats` times; only then are documents of the other sources dropped. A hash
@@ -256,7 +255,7 @@ def mix_sources(
     return Mix(copies, because)
 
 
-def repeat(units: Units, copies: npt.NDArray[np.int64]) -> Units:
+def repeat(units: Units, copies: Ints) -> Units:
     """Return `copies` copies of each unit."""
     document, start = np.repeat(units.document, copies), np.repeat(units.start, copies)
     num_repeats = int(np.maximum(copies - 1, 0).sum())

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from tunewell.config.schema import SourceConfig
+from tunewell.core.arrays import Bools, Bytes, Hashes, Ints
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes, sha256_text
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
@@ -40,7 +40,7 @@ class PreparedBlock:
 
     numbers: list[int]
     tokens: TokenizedBlock
-    is_held_out: npt.NDArray[np.bool_]
+    is_held_out: Bools
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,19 @@ class PreparedPart:
         return PreparedBlock(rows, block, held_out)
 
 
-def _offsets(splits: tuple[Split, Split], of_split: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _offsets(splits: tuple[Split, Split], of_split: Ints) -> Ints:
     """Return where the columns of each document's split begin in the joined columns."""
     return np.where(of_split == 1, len(splits[0]), 0)
 
 
-def _digests(split: Split, index: int) -> npt.NDArray[np.uint64]:
+def _digests(split: Split, index: int) -> Hashes:
     """Return the stored digests of a document, distinct for each piece."""
     found = np.array(split.digests[index], dtype=np.uint64)
     found[0] ^= np.uint64(int(split.index["piece_start"][index]) * _PIECE % 2**64)
     return found
 
 
-def _as_bytes(digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+def _as_bytes(digests: Hashes) -> Bytes:
     return np.ascontiguousarray(digests, dtype="<u8").view(np.uint8).reshape(-1, DIGEST_BYTES)
 
 

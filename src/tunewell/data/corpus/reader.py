@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.core.arrays import Hashes, Ints, SmallInts
 from tunewell.core.cache import sha256_once
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, sha256_text
@@ -36,7 +37,7 @@ from tunewell.records.manifest import (
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
-Ids = npt.NDArray[np.int32]
+Ids = SmallInts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Split:
         self._sources = sources
         self._check = check
         self._is_in_memory = False
-        self._shards: dict[int, tuple[npt.NDArray[np.int64], list[dict[str, Lists]]]] = {}
+        self._shards: dict[int, tuple[Ints, list[dict[str, Lists]]]] = {}
 
     def __len__(self) -> int:
         return self._record.documents if self._record else 0
@@ -103,15 +104,15 @@ class Split:
         return self._read(read_columns, "documents.arrow")
 
     @cached_property
-    def digests(self) -> npt.NDArray[np.uint64]:
+    def digests(self) -> Hashes:
         """Return the digests of every document (see `DIGESTS`)."""
         return self._read(_read_digests, DIGESTS)
 
     @cached_property
-    def _first_sequences(self) -> npt.NDArray[np.int64]:
+    def _first_sequences(self) -> Ints:
         return _firsts([shard.sequences for shard in self._record.shards] if self._record else [])
 
-    def _shard(self, number: int) -> tuple[npt.NDArray[np.int64], list[dict[str, Lists]]]:
+    def _shard(self, number: int) -> tuple[Ints, list[dict[str, Lists]]]:
         if number not in self._shards:
             assert self._record is not None
             batches = self._read(read_lists, self._record.shards[number].file)
@@ -125,7 +126,7 @@ class Split:
         except (OSError, ValueError) as error:  # including `pyarrow.ArrowInvalid`
             raise _damaged(self.folder / name) from error
 
-    def select(self, chosen: npt.NDArray[np.int64]) -> "Split":
+    def select(self, chosen: Ints) -> "Split":
         """Return a split with only these documents, in this order."""
         split = copy.copy(self)
         split._record = self._record and self._record.model_copy(update={"documents": len(chosen)})
@@ -262,7 +263,7 @@ def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = Fal
     return corpus
 
 
-def _read_digests(path: Path, *, in_memory: bool) -> npt.NDArray[np.uint64]:
+def _read_digests(path: Path, *, in_memory: bool) -> Hashes:
     return np.load(path, mmap_mode=None if in_memory else "r", allow_pickle=False)
 
 
@@ -279,9 +280,9 @@ def _stamp(folder: Path) -> tuple[int, int, int] | None:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _firsts(sizes: list[int]) -> npt.NDArray[np.int64]:
+def _firsts(sizes: list[int]) -> Ints:
     return np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, dtype=np.int64)
 
 
-def _find_range(firsts: npt.NDArray[np.int64], number: int) -> int:
+def _find_range(firsts: Ints, number: int) -> int:
     return int(np.searchsorted(firsts, number, side="right")) - 1

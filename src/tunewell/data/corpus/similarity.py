@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.core.arrays import Floats, Hashes, Ints, SmallInts, TokenIds
+
 SHINGLE_TOKENS = 3
 _SLOT_BITS = 6
 NUM_SLOTS = 1 << _SLOT_BITS
@@ -40,25 +42,21 @@ _MAX_OFFSET = 8
 _ODD = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
 
 T = TypeVar("T")
-Indices = npt.NDArray[np.int64]
-SmallIndices = npt.NDArray[np.int32]
-"""Numbers of documents in arrays with an entry for each document: half the memory of 64 bits."""
-Hashes = npt.NDArray[np.uint64]
-Signatures = npt.NDArray[np.uint32]
+Signatures = TokenIds
 
 
 @dataclass(frozen=True)
 class TokenLists:
     """Documents as slices of one array of tokens."""
 
-    tokens: npt.NDArray[np.uint32]
-    begins: Indices
+    tokens: TokenIds
+    begins: Ints
     lengths: npt.NDArray[np.integer[Any]]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def shingles(self, documents: Indices, dtype: Any = np.uint64) -> tuple[npt.NDArray[Any], Indices]:
+    def shingles(self, documents: Ints, dtype: Any = np.uint64) -> tuple[npt.NDArray[Any], Ints]:
         """Return the shingle hashes of some documents, concatenated, and their number per document."""
         lengths, begins = self.lengths[documents].astype(np.int64), self.begins[documents]
         ends = begins + lengths
@@ -83,15 +81,15 @@ class TokenLists:
 class NearPairs:
     """Documents that are similar to another document, each with one such document."""
 
-    document: Indices
-    other: Indices
-    similarity: npt.NDArray[np.float64]
+    document: Ints
+    other: Ints
+    similarity: Floats
 
     @classmethod
     def none(cls) -> "NearPairs":
         return cls(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
 
-    def of(self, indices: Indices) -> "NearPairs":
+    def of(self, indices: Ints) -> "NearPairs":
         """Return the pairs with documents `indices[i]` instead of i."""
         return NearPairs(indices[self.document], indices[self.other], self.similarity)
 
@@ -108,7 +106,7 @@ def sign(documents: TokenLists, slots_in_band: int, folder: Path | None = None) 
     signatures = _allocate((len(documents), NUM_SLOTS), np.uint32, folder and folder / "signatures.bin")
     bands = _allocate((num_bands, len(documents)), np.uint64, folder and folder / "bands.bin")
 
-    def sign_chunk(chunk: Indices) -> None:
+    def sign_chunk(chunk: Ints) -> None:
         signatures[chunk[0] : chunk[-1] + 1] = _EMPTY
         hashes, counts = documents.shingles(chunk, np.uint32)
         slots = np.repeat(np.arange(len(chunk)) * NUM_SLOTS, counts) + (hashes >> np.uint32(32 - _SLOT_BITS))
@@ -173,7 +171,7 @@ class NearDuplicateSearch:
         self._min_equal = int(np.ceil((threshold - _MARGIN) * NUM_SLOTS))
         self._is_compared = documents.lengths >= SHINGLE_TOKENS
 
-    def exclude(self, documents: Indices) -> None:
+    def exclude(self, documents: Ints) -> None:
         """Leave documents out of later searches."""
         self._is_compared[documents] = False
 
@@ -202,9 +200,7 @@ class NearDuplicateSearch:
         found = np.flatnonzero(other >= 0)
         return NearPairs(found, other[found].astype(np.int64), similarity[found])
 
-    def _candidates(
-        self, keys: Hashes, num_references: int, other: SmallIndices
-    ) -> Iterator[tuple[SmallIndices, SmallIndices]]:
+    def _candidates(self, keys: Hashes, num_references: int, other: SmallInts) -> Iterator[tuple[SmallInts, SmallInts]]:
         """Yield pairs that agree in a band: each document with the first earlier one and with the last ones."""
         all_rows, starts = self._runs(keys)
         rows = all_rows
@@ -220,7 +216,7 @@ class NearDuplicateSearch:
             rows, starts, num_earlier = rows[is_pair], starts[is_pair], num_earlier[is_pair]
             yield rows, all_rows[starts + (num_earlier - offset if offset else 0)]
 
-    def _runs(self, keys: Hashes) -> tuple[SmallIndices, SmallIndices]:
+    def _runs(self, keys: Hashes) -> tuple[SmallInts, SmallInts]:
         """Return the documents that share a key with others, run by run, and the start of each one's run."""
         bits = np.uint64(max(len(keys) - 1, 1).bit_length())
         # Sorting the keys with the index in their low bits is faster than `argsort`.
@@ -239,7 +235,7 @@ class NearDuplicateSearch:
         starts = np.where(is_repeat[is_in_run], np.int32(0), np.arange(len(rows), dtype=np.int32))
         return rows, np.maximum.accumulate(starts, out=starts)
 
-    def _count_equal(self, later: SmallIndices, earlier: SmallIndices) -> npt.NDArray[np.int8]:
+    def _count_equal(self, later: SmallInts, earlier: SmallInts) -> npt.NDArray[np.int8]:
         """Return the number of slots in which the signatures of each pair agree."""
 
         def count(start: int) -> npt.NDArray[np.int8]:
@@ -251,7 +247,7 @@ class NearDuplicateSearch:
         return np.concatenate([np.zeros(0, dtype=np.int8), *_in_threads(count, starts)])
 
 
-def jaccard(documents: TokenLists, first: Indices, second: Indices, threshold: float = 0) -> npt.NDArray[np.float64]:
+def jaccard(documents: TokenLists, first: Ints, second: Ints, threshold: float = 0) -> Floats:
     """Return the exact Jaccard similarity of each pair, or any number below the threshold for pairs below it."""
     if threshold:
         # Hashes of 32 bits are compared five times as fast. Two shingles rarely have the same one.
@@ -262,11 +258,11 @@ def jaccard(documents: TokenLists, first: Indices, second: Indices, threshold: f
     return _compare(documents, first, second, np.uint64)
 
 
-def _compare(documents: TokenLists, first: Indices, second: Indices, dtype: Any) -> npt.NDArray[np.float64]:
+def _compare(documents: TokenLists, first: Ints, second: Ints, dtype: Any) -> Floats:
     """Return the Jaccard similarity of each pair, by shingle hashes of a type."""
     result = np.zeros(len(first))
 
-    def compare(chunk: Indices) -> None:
+    def compare(chunk: Ints) -> None:
         sides = [documents.shingles(members[chunk], dtype) for members in (first, second)]
         starts = [np.zeros(len(chunk), dtype=np.int64), sides[0][1]]
         # One row per pair: the shingles of both documents, with the document in the lowest bit.
@@ -290,13 +286,13 @@ def _compare(documents: TokenLists, first: Indices, second: Indices, dtype: Any)
     return result
 
 
-def _ranges(starts: Indices, counts: Indices) -> Indices:
+def _ranges(starts: Ints, counts: Ints) -> Ints:
     """Return `starts[i], starts[i] + 1, ...` for each i, `counts[i]` numbers, concatenated."""
     ends = np.cumsum(counts)
     return np.repeat(starts - ends + counts, counts) + np.arange(int(ends[-1]) if len(ends) else 0)
 
 
-def _chunks(indices: Indices, size: int) -> Iterator[Indices]:
+def _chunks(indices: Ints, size: int) -> Iterator[Ints]:
     return (indices[start : start + size] for start in range(0, len(indices), size))
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tunewell.config.schema import Clean
+from tunewell.core.arrays import Bools, Bytes, Ints, TokenIds
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, sha256_text, write_atomic
 from tunewell.core.text import shorten
@@ -50,18 +50,18 @@ class TokenizedBlock:
     lengths  5 7   4          one entry per document, like the digests; tokens are concatenated
     """
 
-    status: npt.NDArray[np.uint8]
-    whole: npt.NDArray[np.uint8]
+    status: Bytes
+    whole: Bytes
     """Digest of each whole conversation, for finding duplicates: one row of 16 bytes per document."""
-    question: npt.NDArray[np.uint8]
+    question: Bytes
     """Digest of each question."""
-    lengths: npt.NDArray[np.int64]
-    boundary: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.uint32]
-    supervised: npt.NDArray[np.bool_]
-    turns: npt.NDArray[np.uint8] = field(default_factory=lambda: _stack_digests([]))
+    lengths: Ints
+    boundary: Ints
+    tokens: TokenIds
+    supervised: Bools
+    turns: Bytes = field(default_factory=lambda: _stack_digests([]))
     """Digests of the other questions of conversations with several turns."""
-    turn_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    turn_of: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """The document of each of `turns`."""
     reasons: list[str] = field(default_factory=list[str])
     details: list[str] = field(default_factory=list[str])
@@ -378,7 +378,7 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
     )
 
 
-def _drop_unsupervised(rendered: RenderedBlock, encoded: EncodedDocuments, keep: npt.NDArray[np.bool_]) -> None:
+def _drop_unsupervised(rendered: RenderedBlock, encoded: EncodedDocuments, keep: Bools) -> None:
     details: list[str] = []
     known = iter(rendered.details)
     document = 0
@@ -394,5 +394,5 @@ def _drop_unsupervised(rendered: RenderedBlock, encoded: EncodedDocuments, keep:
     rendered.details = details
 
 
-def _stack_digests(digests: list[bytes]) -> npt.NDArray[np.uint8]:
+def _stack_digests(digests: list[bytes]) -> Bytes:
     return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)

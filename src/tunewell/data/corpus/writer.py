@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.core.arrays import Bools
 from tunewell.core.errors import UserError
 from tunewell.core.files import (
     FolderLock,
@@ -319,7 +320,7 @@ class CorpusWriter:
                 fix="the file is read like the first source (`columns`, `map`, `format`): give it the same columns",
             )
 
-    def _units(self, is_member: npt.NDArray[np.bool_], context: Chosen[int], mix: Mix | None, name: str) -> Units:
+    def _units(self, is_member: Bools, context: Chosen[int], mix: Mix | None, name: str) -> Units:
         units = whole_units(np.flatnonzero(is_member & ~self._documents.is_dropped), self._documents.lengths)
         units = split_long(units, context.value)
         if units.num_pieces:

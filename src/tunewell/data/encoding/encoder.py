@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding
 
+from tunewell.core.arrays import Bools, Ints, TokenIds
 from tunewell.core.errors import UserError
 from tunewell.data.encoding.segments import (
     FixedTokens,
@@ -64,18 +65,18 @@ Mask = tuple[list[int], list[bool], list[bool]]
 class EncodedDocuments:
     """The token ids of documents, concatenated, with the loss mask and the length of each document."""
 
-    tokens: npt.NDArray[np.uint32]
-    supervised: npt.NDArray[np.bool_]
-    lengths: npt.NDArray[np.int64]
-    boundary: npt.NDArray[np.int64]
+    tokens: TokenIds
+    supervised: Bools
+    lengths: Ints
+    boundary: Ints
     """For each document, the number of boundary tokens: unsupervised tokens with both template and reply text."""
     failed: dict[int, Rejected]
     """Reasons for documents that cannot be used, by index. None of their tokens is supervised."""
-    is_split: npt.NDArray[np.bool_]
+    is_split: Bools
     """For each document, whether a program that encodes the whole text at once gets other ids."""
-    has_markers: npt.NDArray[np.bool_]
+    has_markers: Bools
     """For each document, whether its texts contain a marker, which is encoded as plain text."""
-    is_unknown: npt.NDArray[np.bool_]
+    is_unknown: Bools
     """For each token, whether it stands for characters that the vocabulary lacks."""
     unknown_characters: Counter[str] = field(default_factory=Counter[str])
     """These characters, from the first documents that contain some."""
@@ -276,8 +277,8 @@ class Encoder:
         self,
         batch: SegmentBatch,
         table: SegmentTable,
-        supervised: npt.NDArray[np.bool_],
-        is_boundary: npt.NDArray[np.bool_],
+        supervised: Bools,
+        is_boundary: Bools,
     ) -> EncodedDocuments:
         """Split the flat ids into documents. If the text of a document gives a control id, encode it again in parts."""
         stops = table.bounds[np.asarray(batch.ends, dtype=np.int64)]

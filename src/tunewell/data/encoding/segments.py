@@ -6,8 +6,8 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from tunewell.core.arrays import Bools, Ints
 from tunewell.data.masking.masker import Piece, Plan
 from tunewell.data.masking.placeholders import NO_TRIM, Trim
 from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer
@@ -158,9 +158,7 @@ class SegmentTable:
         edges = np.fromiter(chain.from_iterable(batch.edges), dtype=np.int64, count=3 * len(batch.edges))
         self._a, self._b, self._size = edges[0::3], edges[1::3], edges[2::3]
 
-    def mask(
-        self, byte_lengths: npt.NDArray[np.int64] | None
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], list[int]]:
+    def mask(self, byte_lengths: Ints | None) -> tuple[Bools, Bools, list[int]]:
         """Return masks of supervised tokens and of tokens that cross an edge, and the texts with uncertain masks."""
         sizes = np.ones(len(self.tokens), dtype=np.int64) if byte_lengths is None else byte_lengths[self.tokens]
         ends = np.zeros(len(self.tokens) + 1, dtype=np.int64)
@@ -175,7 +173,7 @@ class SegmentTable:
         unsure = (self._size >= 0) & (self._b > self._a) & (ends[self.bounds[1:]] - base != self._size)
         return supervised, boundary, np.flatnonzero(unsure).tolist()
 
-    def control_leaks(self, is_control: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def control_leaks(self, is_control: Bools) -> Ints:
         """Return the positions of control ids that come from text instead of from a marker."""
         found = np.flatnonzero(is_control[self.tokens])
         item = np.searchsorted(self.bounds, found, side="right") - 1

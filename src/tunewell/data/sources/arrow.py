@@ -13,13 +13,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tunewell.core.arrays import SmallInts
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes
 from tunewell.data.rows.conversation import Rejected, map_leaves
 from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.base import SourceFile
 
-Lists = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+Lists = tuple[SmallInts, SmallInts]
 """Lists of numbers as (offsets, values): one offset per list, and a final offset at the end."""
 _BATCH_ROWS = 1024
 _MAX_EMPTY_ROWS = 10_000
