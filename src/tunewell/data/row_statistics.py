@@ -5,8 +5,7 @@ and program code get 0.91 to 1.21 of the real number of tokens.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Any
 from tunewell.config.schema import Config
 from tunewell.core.text import likely_language
 from tunewell.data.corpus.spec import read_options, source_options
-from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object
+from tunewell.data.rows.conversation import Rejected, map_leaves
 from tunewell.data.rows.formats import Converter
-from tunewell.data.sources.arrow import count_parquet_rows
 from tunewell.data.sources.base import find_files
-from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
+from tunewell.data.sources.blocks import ReadOptions, count_rows, parse_item, read_blocks
 
 _SAMPLE_ROWS = 1000
 _PIECES = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_+|\n+")
@@ -74,70 +72,54 @@ def estimate_tokens(text: str) -> int:
 
 def read_statistics(config: Config, base: Path) -> RowStatistics:
     """Read the sources of a config and estimate the tokens of their rows. Raises UserError for missing files."""
-    data = config.data
-    total, lengths, supervised, texts, num_plain = 0, list[int](), 0, list[str](), 0
-    for number, source in enumerate(data.sources):
-        found = find_files(source.path, base=base, options=source_options(config, number))
-        files, options = found, read_options(data, number)
+    total, sample = 0, list[tuple[int, int, Sequence[str]]]()
+    for number, source in enumerate(config.data.sources):
+        files = find_files(source.path, base=base, options=source_options(config, number))
+        options = read_options(config.data, number)
         converter = Converter(format_name=source.format, columns=source.columns, system=source.system)
         items = (item for file in files for block in read_blocks(file, options) for item in block.items)
-        for item in islice(items, _SAMPLE_ROWS - len(lengths)):
-            length, learned, own = _measure(item, options, converter)
-            lengths.append(length)
-            supervised += learned
-            texts += own
-            num_plain += learned == length
-        num_rows = 0
-        for file in files:
-            is_table = file.format == "parquet"
-            num_rows += count_parquet_rows(file) if is_table else sum(map(len, read_blocks(file, options)))
-            if source.limit and num_rows >= source.limit:
-                num_rows = source.limit
-                break
-        total += num_rows
-    language = likely_language("\n".join(texts))
+        sample += [_measure(item, options, converter) for item in islice(items, _SAMPLE_ROWS - len(sample))]
+        total += count_rows(files, options)
+    language = likely_language("\n".join(text for _, _, texts in sample for text in texts))
+    num_tokens = sum(length for length, _, _ in sample)
     return RowStatistics(
         num_rows=total,
-        lengths=tuple(lengths),
-        supervised_share=supervised / max(1, sum(lengths)),
+        lengths=tuple(length for length, _, _ in sample),
+        supervised_share=sum(supervised for _, supervised, _ in sample) / max(1, num_tokens),
         language=language if language in LANGUAGES else None,
-        is_plain_text=bool(lengths) and num_plain == len(lengths),
+        is_plain_text=bool(sample) and all(supervised == length for length, supervised, _ in sample),
     )
 
 
 def _measure(item: Any, options: ReadOptions, converter: Converter) -> tuple[int, int, Sequence[str]]:
     """Return the tokens of a row, those that are supervised, and its texts."""
-    conversation, row = None, None
-    with suppress(Rejected):
+    row = None
+    try:
         row = parse_item(item, options)
         conversation = converter.convert(row)[0]
-    if conversation is None:  # columns that are not known yet: half of the text is the answer
+    except Rejected:  # columns that are not known yet: half of the text is the answer
         texts = [*_strings(row)]
         length = max(1, sum(map(estimate_tokens, texts)) + _CONVERSATION_TOKENS)
         return length, length // 2, texts
-    return _measure_conversation(conversation)
-
-
-def _measure_conversation(conversation: Conversation) -> tuple[int, int, Sequence[str]]:
     if conversation.text is not None:
         length = max(1, estimate_tokens(conversation.text))
         return length, length, [conversation.text]
-    total, learned, texts = _CONVERSATION_TOKENS, 0, list[str]()
+    total, supervised, texts = _CONVERSATION_TOKENS, 0, list[str]()
     for message in conversation.messages:
         text = " ".join(_strings({key: value for key, value in message.items() if key != "role"}))
         length = estimate_tokens(text)
         total += length + _MESSAGE_TOKENS
-        learned += length + 1 if message.get("role") == "assistant" else 0
+        supervised += length + 1 if message.get("role") == "assistant" else 0
         texts.append(text)
-    return total, learned, texts
+    return total, supervised, texts
 
 
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif is_object(value):
-        for inner in value.values():
-            yield from _strings(inner)
-    elif is_list(value):
-        for inner in value:
-            yield from _strings(inner)
+def _strings(value: Any) -> list[str]:
+    found: list[str] = []
+
+    def keep(text: Any) -> Any:
+        found.extend([text] if isinstance(text, str) else ())
+        return text
+
+    map_leaves(value, keep)
+    return found

@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -44,11 +45,11 @@ def find_local_models(folder: Path) -> list[LocalModel]:
 
 
 def _in_folder(folder: Path) -> Iterator[LocalModel]:
-    for path in _sorted(folder):
+    for path in sorted(folder.glob("*")):
         if path.suffix == ".gguf" and path.is_file() and not _NOT_A_MODEL.search(path.name):
             yield _file(path, path.name, "this folder")
-        elif path.is_dir() and (path / "config.json").is_file() and (model := _folder(path, path.name, "this folder")):
-            yield model
+        elif path.is_dir() and (path / "config.json").is_file():
+            yield from _folder(path, path.name, "this folder")
 
 
 def _in_packages() -> Iterator[LocalModel]:
@@ -62,35 +63,33 @@ def _in_packages() -> Iterator[LocalModel]:
 
 
 def _in_hub_cache() -> Iterator[LocalModel]:
-    for folder in _sorted(hub_cache(), "models--*"):
+    for folder in sorted(hub_cache().glob("models--*")):
         name = folder.name.removeprefix("models--").replace("--", "/")
-        snapshots = [path for path in _sorted(folder / "snapshots") if path.is_dir()]
-        if not snapshots:
-            continue
-        newest = max(snapshots, key=lambda path: path.stat().st_mtime)
-        if model := _folder(newest, name, "hub cache"):
-            yield model
-        elif not (newest / "config.json").is_file():  # a repository of GGUF files
-            files = [path for path in _sorted(newest, "*.gguf") if not _NOT_A_MODEL.search(path.name)]
+        snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
+        newest = max(snapshots, key=lambda path: path.stat().st_mtime, default=folder)
+        if (newest / "config.json").is_file():
+            yield from _folder(newest, name, "hub cache")
+        else:  # a repository of GGUF files
+            files = [path for path in sorted(newest.glob("*.gguf")) if not _NOT_A_MODEL.search(path.name)]
             yield from (_file(path, str(path), "hub cache") for path in files)
 
 
 def _in_ollama() -> Iterator[LocalModel]:
     for model in list_ollama():
         name = OLLAMA + model.name.removesuffix(":latest")
-        problem = model.problem or (_problem(model.blob) if model.blob else "")
-        yield LocalModel(name, "Ollama", model.blob or Path(), model.num_bytes, problem)
+        problem = model.problem or (weight_problem(model.blob, is_fast=True) if model.blob else "")
+        yield LocalModel(name, "Ollama", model.blob or Path(), model.num_bytes, problem or "")
 
 
 def _in_lm_studio() -> Iterator[LocalModel]:
-    homes = list(_LM_STUDIO)
-    pointer = _POINTER.expanduser()
+    homes, pointer, user = list(_LM_STUDIO), _POINTER.expanduser(), Path.home()
     if pointer.is_file():
         homes.insert(0, Path(read_text(pointer, errors="replace").strip() or "~/.lmstudio"))
     for home in homes:
-        for path in _sorted(home.expanduser() / "models", "*/*/*.gguf"):
+        for path in sorted((home.expanduser() / "models").glob("*/*/*.gguf")):
             if not _NOT_A_MODEL.search(path.name):
-                yield _file(path, _short(path), "LM Studio")
+                name = f"~/{path.relative_to(user)}" if path.is_relative_to(user) else str(path)
+                yield _file(path, name, "LM Studio")
 
 
 def _file(path: Path, name: str, where: Where) -> LocalModel:
@@ -98,41 +97,21 @@ def _file(path: Path, name: str, where: Where) -> LocalModel:
         size = path.stat().st_size
     except OSError:
         return LocalModel(name, where, path, 0, "is a link to a file that does not exist")
-    return LocalModel(name, where, path, size, _problem(path))
+    return LocalModel(name, where, path, size, weight_problem(path, is_fast=True) or "")
 
 
-def _problem(path: Path) -> str:
-    return weight_problem(path, is_fast=True) or ""
-
-
-def _folder(folder: Path, name: str, where: Where) -> LocalModel | None:
-    """Return the model of a folder in transformers format; None if it has no weights or does not generate text."""
-    config = _json(folder / "config.json")
-    kinds: Any = config.get("architectures") or [""]
-    is_text = "CausalLM" in str(kinds[0]) or isinstance(config.get("text_config"), dict)
-    files = [path for path in _sorted(folder) if path.suffix in WEIGHT_SUFFIXES and path.stem != "training_args"]
-    if not is_text or not files:
-        return None
-    damage = next(folder_damage(folder, is_fast=True), None)
-    size = sum(path.stat().st_size for path in files if path.exists())
-    return LocalModel(name, where, folder, size, f"`{damage[0]}` {damage[1]}" if damage else "")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value: Any = parse_json(read_bytes(path))
-    except (OSError, ValueError):
-        return {}
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
-
-
-def _sorted(folder: Path, pattern: str = "*") -> list[Path]:
-    try:
-        return sorted(folder.glob(pattern))
-    except OSError:
-        return []
-
-
-def _short(path: Path) -> str:
-    home = Path("~").expanduser()
-    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+def _folder(folder: Path, name: str, where: Where) -> Iterator[LocalModel]:
+    """Yield the model of a folder in transformers format; none if it has no weights or does not generate text."""
+    config: Any = None
+    with suppress(OSError, ValueError):
+        config = parse_json(read_bytes(folder / "config.json"))
+    if not isinstance(config, dict):
+        return
+    known = cast(dict[str, Any], config)
+    kinds: Any = known.get("architectures") or [""]
+    is_text = "CausalLM" in str(kinds[0]) or isinstance(known.get("text_config"), dict)
+    files = [path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES and path.stem != "training_args"]
+    if is_text and files:
+        damage = next(folder_damage(folder, is_fast=True), None)
+        size = sum(path.stat().st_size for path in files if path.exists())
+        yield LocalModel(name, where, folder, size, f"`{damage[0]}` {damage[1]}" if damage else "")

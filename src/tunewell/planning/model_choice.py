@@ -1,6 +1,8 @@
 """Compare models for some rows on a machine: what a first run of each needs, and which one is recommended."""
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import numpy as np
 
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
+from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
 from tunewell.data.batches import DataOrder
+from tunewell.data.corpus.held_out import num_auto
 from tunewell.data.row_statistics import LANGUAGES, RowStatistics
 from tunewell.machine.machine import Machine
 from tunewell.model_files.catalogue import CatalogueModel, find_entry_of
@@ -19,15 +23,14 @@ from tunewell.planning.compute import PlanInputs
 from tunewell.planning.fit import smaller_micro_batch
 from tunewell.planning.forecast import Outlook, predict
 from tunewell.planning.plan import choose_batch, plan_training, starting_point
-from tunewell.planning.workload import Workload, make_workload
+from tunewell.planning.workload import make_workload
 from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TokenizerRecord
 from tunewell.records.plan import Chosen
+from tunewell.records.prediction import MemoryPrediction
 
 _PATIENCE_SECONDS = (1800.0, 4 * 3600.0)
 """The recommended model trains in half an hour, because a first run shows mistakes in the rows, which the next run
 corrects. With more than 1,800 rows, the limit is one second per row, at most four hours."""
-_HELD_OUT = (20, 0.05, 0.25)
-"""Rows kept for testing: at least 20 or 5%, at most 25%, as `data.held_out: auto` keeps them."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,11 @@ def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: M
         }
     )
     lengths = np.resize(np.array(rows.lengths or (1,), dtype=np.int64), max(1, rows.num_rows))
-    least, share, most = _HELD_OUT
-    num_held_out = int(min(max(least, share * len(lengths)), most * len(lengths)))
-    held_out, lengths = lengths[:num_held_out], lengths[num_held_out:]
+    held_out, lengths = np.split(lengths, [num_auto(len(lengths))])
     device = machine.device("auto")
     inputs = PlanInputs(
         LoadedConfig(config, Path(), None, {}),
-        _manifest(lengths, num_held_out, shape, rows.supervised_share),
+        _manifest(lengths, len(held_out), shape, rows.supervised_share),
         device,
         shape.num_weights,
         threads=Chosen[int](value=machine.cores, because="the cores of this machine"),
@@ -127,32 +128,24 @@ def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: M
         supervised_share=rows.supervised_share,
         held_out_lengths=held_out,
     )
-
-    def forecast(work: Workload) -> Outlook:
-        return predict(work, flops=machine.flops)
-
+    forecast = partial(predict, flops=machine.flops)
     outlook = forecast(work)
     return outlook if outlook.prediction.fits else smaller_micro_batch(outlook, forecast) or outlook
 
 
-def _manifest(lengths: Any, num_held_out: int, shape: ModelShape, supervised_share: float) -> Manifest:
+def _manifest(lengths: Ints, num_held_out: int, shape: ModelShape, supervised_share: float) -> Manifest:
     """Return the manifest that the corpus of these rows would have, as far as a plan reads it."""
     total = int(lengths.sum())
-    split = SplitRecord(
-        documents=len(lengths), sequences=0, tokens=total, supervised=int(total * supervised_share), shards=[]
+    train = SplitRecord.model_construct(
+        documents=len(lengths), tokens=total, supervised=int(total * supervised_share), shards=[]
     )
-    held_out = SplitRecord(documents=num_held_out, sequences=0, tokens=0, supervised=0, shards=[])
-    middle = float(lengths.mean())
+    held_out = SplitRecord.model_construct(documents=num_held_out, tokens=0, supervised=0, shards=[])
     return Manifest.model_construct(
         corpus_sha256="",
-        tokenizer=TokenizerRecord(
-            source="", kind="", sha256="", vocab_size=shape.vocab_size, special_tokens={}, added_by_us=[]
-        ),
+        tokenizer=TokenizerRecord.model_construct(sha256="", vocab_size=shape.vocab_size),
         templates=[],
-        lengths=LengthRecord(
-            mean=middle, median=middle, p95=middle, p99=middle, max=int(lengths.max()), padding_waste=0.0, histogram=[]
-        ),
-        splits={"train": split, "held_out": held_out},
+        lengths=LengthRecord.model_construct(max=int(lengths.max())),
+        splits={"train": train, "held_out": held_out},
     )
 
 
@@ -185,8 +178,7 @@ def compare_model(
 
 
 def _problem(needs: ModelNeeds, rows: RowStatistics, free_disk: int | None) -> str:
-    assert needs.outlook is not None
-    memory, entry = needs.outlook.prediction.memory, needs.model
+    memory, entry = _memory(needs), needs.model
     if not needs.fits:
         free = size_bytes(memory.free_bytes or 0)
         return f"does not fit: it needs {size_bytes(memory.needed_bytes)}, and {free} are free"
@@ -209,18 +201,22 @@ def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) 
     all models if the hub cannot be reached. If no model is left, it is the largest other model on this disk, one that
     is not known to lack the language of the rows if there is one.
     """
-    suiting = [own for own in needs if not own.problem and own.method == "lora" and own.outlook is not None]
-    listed = [own for own in suiting if own.model is not None and _suits(own, own.model, rows, is_online=is_online)]
-    others = sorted(
-        (own for own in suiting if own.model is None),
-        key=lambda own: (_lacks_language(own, rows), -own.num_parameters),
-    )
-    candidates = listed or others
+    suiting = [own for own in needs if not own.problem and own.method == "lora"]
+    kind = "base" if rows.is_plain_text else "chat"
+    candidates = listed = [
+        own
+        for own in suiting
+        if (model := own.model) is not None
+        and (model.kind, model.purpose) == (kind, "general")
+        and (own.where or (is_online and not model.is_gated))
+    ]
+    if not listed:
+        others = [own for own in suiting if own.model is None]
+        knowing = [own for own in others if not _lacks_language(own, rows)]
+        candidates = sorted(knowing or others, key=lambda own: -own.num_parameters)
     if not candidates:
         return None
-    if not listed:
-        candidates = [own for own in others if _lacks_language(own, rows) == _lacks_language(others[0], rows)]
-    certain = [own for own in candidates if _has_margin(own)] or candidates
+    certain = [own for own in candidates if own.safe_bytes <= (_memory(own).free_bytes or math.inf)] or candidates
     patience = min(max(_PATIENCE_SECONDS[0], float(rows.num_rows)), _PATIENCE_SECONDS[1])
     quick = [own for own in certain if (own.seconds or 0.0) <= patience]
     best = quick[0] if quick else min(certain, key=lambda own: own.seconds or 0.0)
@@ -233,9 +229,9 @@ def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) 
     return best, _reason(best, rows, first, is_online=is_online)
 
 
-def _suits(own: ModelNeeds, model: CatalogueModel, rows: RowStatistics, *, is_online: bool) -> bool:
-    is_kind = model.kind == ("base" if rows.is_plain_text else "chat") and model.purpose == "general"
-    return is_kind and (bool(own.where) or (is_online and not model.is_gated))
+def _memory(needs: ModelNeeds) -> MemoryPrediction:
+    assert needs.outlook is not None
+    return needs.outlook.prediction.memory
 
 
 def _lacks_language(own: ModelNeeds, rows: RowStatistics) -> bool:
@@ -244,15 +240,8 @@ def _lacks_language(own: ModelNeeds, rows: RowStatistics) -> bool:
     return bool(rows.language and entry is not None and rows.language not in entry.languages)
 
 
-def _has_margin(needs: ModelNeeds) -> bool:
-    assert needs.outlook is not None
-    free = needs.outlook.prediction.memory.free_bytes
-    return free is None or needs.safe_bytes <= free
-
-
 def _reason(needs: ModelNeeds, rows: RowStatistics, first: str, *, is_online: bool) -> str:
-    assert needs.outlook is not None
-    memory = needs.outlook.prediction.memory
+    memory = _memory(needs)
     free = f" of {size_bytes(memory.free_bytes)}" if memory.free_bytes is not None else ""
     parts = [first, f"it needs {size_bytes(memory.uncached_bytes)}{free} of memory"]
     if rows.language not in (None, "en") and needs.model is not None:

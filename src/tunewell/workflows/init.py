@@ -19,7 +19,8 @@ from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.questions import Asker, Question
 from tunewell.data.corpus.spec import source_options
 from tunewell.data.sources.base import find_files, split_limit
-from tunewell.data.sources.recognise import Recognised, count_rows, held_out_beside, recognise
+from tunewell.data.sources.blocks import count_rows
+from tunewell.data.sources.recognise import Recognised, held_out_beside, read_options, recognise
 from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.model_files.facts import read_facts
@@ -71,13 +72,13 @@ def init(
         source = recognise(files, source_sets, limit=limit, ask=ask)
         sample = _sample(wanted, (plain, limit), template, source, progress)
     facts, held_out = read_facts(base), held_out_beside(files)
-    num_rows = min(count_rows(files, source), limit or 1 << 62)
+    num_rows = count_rows(files, read_options(source, limit))
     start = starting_point(num_rows, facts.num_parameters, method=recipe.kind, optimizer=recipe.optimizer)
     if given.method.adapter is not None:
         because = f"that of the adapter, which goes on being trained on `{facts.name}`"
         rank = Chosen[int](value=given.method.rank, because=because)
         start = replace(start, rank=rank, alpha=Chosen[int](value=given.method.alpha, because=because))
-    tested = count_rows(find_files(held_out, base=Path()), source) if held_out else 0
+    tested = count_rows(find_files(held_out, base=Path()), read_options(source)) if held_out else 0
     result = InitResult(
         path,
         text="",

@@ -15,7 +15,7 @@ from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.recognise import recognise
 from tunewell.machine.machine import Machine, read_machine
 from tunewell.machine.system import System
-from tunewell.model_files.catalogue import CatalogueModel, catalogue, find_in_catalogue
+from tunewell.model_files.catalogue import catalogue, find_in_catalogue
 from tunewell.model_files.checks import hub_cache, hub_problem
 from tunewell.model_files.local import LocalModel, find_local_models
 from tunewell.model_files.shape import read_shape, shape_of_config
@@ -90,14 +90,23 @@ def models(
     machine = read_machine(system)
     local = {} if names else {model.name: model for model in find_local_models(Path.cwd())}
     progress(Progress("comparing models"))
-    free_disk = system.free_disk(str(_existing(hub_cache())))
-    wanted = [model for name in names if (model := find_in_catalogue(name))] if names else list(catalogue())
-    compared = [_compare(model, local.pop(model.name, None), rows, machine, free_disk) for model in wanted]
-    others = [name for name in names if find_in_catalogue(name) is None]
-    compared += [compare_model(name, read_shape(name, vocab_size=0), rows, machine, where=name) for name in others]
+    cache = hub_cache().absolute()
+    free_disk = system.free_disk(str(next(folder for folder in (cache, *cache.parents) if folder.is_dir())))
+    entries = [find_in_catalogue(name) for name in names] if names else [*catalogue()]
+    compared: list[ModelNeeds] = []
+    for model in filter(None, entries):
+        copy, shape = local.pop(model.name, None), shape_of_config(model.config)
+        where = copy.where if copy and not copy.problem else ""
+        compared.append(compare_model(model.name, shape, rows, machine, model=model, where=where, free_disk=free_disk))
+    compared += [
+        compare_model(name, read_shape(name, vocab_size=0), rows, machine, where=name)
+        for name, model in zip(names, entries, strict=False)
+        if model is None
+    ]
     on_disk = [_compare_local(model, rows, machine) for model in list(local.values())[:_MAX_LOCAL]]
     if is_online is None:
-        is_online = not _is_offline(system) and hub_problem() is None
+        switches = [system.variable(name) or "" for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
+        is_online = not {"1", "ON", "YES", "TRUE"}.intersection(map(str.upper, switches)) and hub_problem() is None
     found = recommend([*compared, *on_disk], rows, is_online=is_online)
     obstacle = "" if not names else _WHY_NOT_CHOSEN if is_online else _WHY_NOT_DOWNLOADED
     return ModelsResult(rows, source, machine, compared, on_disk, *(found or (None, obstacle)))
@@ -142,29 +151,12 @@ def _as_init_reads(data: str, sets: Sequence[str]) -> Config:
     return config.model_copy(update={"data": read})
 
 
-def _compare(
-    model: CatalogueModel, local: LocalModel | None, rows: RowStatistics, machine: Machine, free_disk: int | None
-) -> ModelNeeds:
-    shape = shape_of_config(model.config)
-    where = local.where if local is not None and not local.problem else ""
-    return compare_model(model.name, shape, rows, machine, model=model, where=where, free_disk=free_disk)
-
-
 def _compare_local(model: LocalModel, rows: RowStatistics, machine: Machine) -> ModelNeeds:
-    if model.problem:
-        return ModelNeeds(model.name, 0, 0, None, where=model.where, problem=model.problem)
     try:
-        shape = read_shape(model.name, vocab_size=0)
+        shape = read_shape(model.name, vocab_size=0) if not model.problem else None
+        problem = model.problem
     except (UserError, OSError) as error:
-        what = error.what if isinstance(error, UserError) else str(error)
-        return ModelNeeds(model.name, 0, 0, None, where=model.where, problem=what)
+        shape, problem = None, error.what if isinstance(error, UserError) else str(error)
+    if shape is None:
+        return ModelNeeds(model.name, 0, 0, None, where=model.where, problem=problem)
     return replace(compare_model(model.name, shape, rows, machine, where=model.where), file_name=model.path.name)
-
-
-def _is_offline(system: System) -> bool:
-    values = [system.variable(name) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
-    return any(value is not None and value.upper() in {"1", "ON", "YES", "TRUE"} for value in values)
-
-
-def _existing(path: Path) -> Path:
-    return next((folder for folder in (path, *path.absolute().parents) if folder.is_dir()), Path.cwd())

@@ -18,6 +18,7 @@ import orjson
 from tunewell.config.extensions import FORMATS
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.json_rows import check_nesting, parse_row, text_of
+from tunewell.data.sources.arrow import count_parquet_rows
 from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, read_utf8
 from tunewell.data.sources.records import MAX_JSON_BYTES, MAX_NESTING, read_records, too_large
@@ -181,3 +182,12 @@ def parsed_rows(files: Iterable[SourceFile], options: ReadOptions) -> Iterator[A
     for item in (item for file in files for block in read_blocks(file, options) for item in block.items):
         with suppress(Rejected):
             yield parse_item(item, options)
+
+
+def count_rows(files: Iterable[SourceFile], options: ReadOptions) -> int:
+    """Return the number of rows in files, at most `limit`."""
+    total = sum(
+        count_parquet_rows(file) if file.format == "parquet" else sum(map(len, read_blocks(file, options)))
+        for file in files
+    )
+    return total if options.limit is None else min(total, options.limit)

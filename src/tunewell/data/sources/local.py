@@ -4,6 +4,7 @@ import glob as globbing
 import itertools
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
@@ -53,28 +54,25 @@ class LocalFile:
         path = path.removeprefix("file://")
         full = base / Path(path).expanduser()
         if full.is_file():
-            files = [full]
-        elif full.is_dir():
-            files = select_row_files(_inside(full, _files_in(full)))
-            if not files:
-                raise UserError(
-                    f"the folder `{path}` contains no readable file",
-                    where=_skipped_links(path, base),
-                    fix=f"put files there: {READABLE}",
-                )
-        elif globbing.has_magic(path):
-            files = select_row_files(_inside(_glob_root(path, base), _files_matching(path, base)))
-            if not files:
-                where = _skipped_links(path, base) or f"searched in `{base.resolve().name}`"
-                raise UserError(f"no file matches `{path}`", where=where)
-        elif full.exists():
+            return [cls._of(full, base)]
+        if full.is_dir() or globbing.has_magic(path):
+            listing = _Listing(path, base)
+            if files := select_row_files(listing.inside):
+                return [cls._of(file, base) for file in files]
+            links = len(listing.files) - len(listing.inside)
+            where = f"skipped {count(links, 'link')} to files outside of it; name the targets instead"
+            if full.is_dir():
+                what, fix = f"the folder `{path}` contains no readable file", f"put files there: {READABLE}"
+                raise UserError(what, where=where if links else None, fix=fix)
+            raise UserError(
+                f"no file matches `{path}`", where=where if links else f"searched in `{base.resolve().name}`"
+            )
+        if full.exists():
             raise UserError(f"`{path}` is neither a file nor a folder", fix="copy its content to a file, and name that")
-        else:
-            likely = _MISTYPED.match(path)
-            fix = f"did you mean `{likely[1]}://{path[likely.end() :]}`?" if likely else _suggest_names(full)
-            where = f"a data set of the hub has the address `hf://datasets/{path}`" if HUB_ID.fullmatch(path) else None
-            raise UserError(f"there is no file or folder `{path}`", where=where, fix=fix)
-        return [cls._of(file, base) for file in files]
+        likely = _MISTYPED.match(path)
+        fix = f"did you mean `{likely[1]}://{path[likely.end() :]}`?" if likely else _suggest_names(full)
+        where = f"a data set of the hub has the address `hf://datasets/{path}`" if HUB_ID.fullmatch(path) else None
+        raise UserError(f"there is no file or folder `{path}`", where=where, fix=fix)
 
     @classmethod
     def _of(cls, path: Path, base: Path) -> "LocalFile":
@@ -103,47 +101,47 @@ def unread_files(path: str, *, base: Path) -> list[str]:
 
     Hidden files and the config do not count.
     """
-    path = path.removeprefix("file://")
-    full = base / Path(path).expanduser()
-    if full.is_file() or (full.is_dir() and _saved_dataset(full) is not None):
+    listing = _Listing(path, base, is_readable=False)
+    if listing.is_file or (listing.is_folder and _saved_dataset(listing.path) is not None):
         return []
-    files = _files_in(full, is_readable=False) if full.is_dir() else _files_matching(path, base)
-    known = {*select_row_files([file for file in files if detect_format(file.name)[0]]), full / _CONFIG}
-    known |= {*files} - {*_inside(full if full.is_dir() else _glob_root(path, base), files)}
-    return [file.relative_to(full).as_posix() if full.is_dir() else file.name for file in files if file not in known]
+    known = {*select_row_files([file for file in listing.files if detect_format(file.name)[0]]), listing.path / _CONFIG}
+    return listing.names(file for file in listing.inside if file not in known)
 
 
 def outside_links(path: str, *, base: Path) -> list[str]:
     """Return the names of links to files outside of a folder or glob. `LocalFile.find` leaves them out."""
-    path = path.removeprefix("file://")
-    full = base / Path(path).expanduser()
-    if full.is_file():
-        return []
-    files = _files_in(full) if full.is_dir() else _files_matching(path, base)
-    inside = {*_inside(full if full.is_dir() else _glob_root(path, base), files)}
-    return [file.relative_to(full).as_posix() if full.is_dir() else file.name for file in files if file not in inside]
+    listing = _Listing(path, base)
+    return [] if listing.is_file else listing.names(file for file in listing.files if file not in listing.inside)
 
 
-def _skipped_links(path: str, base: Path) -> str | None:
-    links = outside_links(path, base=base)
-    return f"skipped {count(len(links), 'link')} to files outside of it; name the targets instead" if links else None
+class _Listing:
+    """The files of a folder or glob."""
+
+    def __init__(self, path: str, base: Path, *, is_readable: bool = True) -> None:
+        path = path.removeprefix("file://")
+        self.path = base / Path(path).expanduser()
+        self.is_file, self.is_folder = self.path.is_file(), self.path.is_dir()
+        root, self.files = self.path, list[Path]()
+        if self.is_folder:
+            self.files = _files_in(self.path, is_readable=is_readable)
+        elif not self.is_file:
+            parts = itertools.takewhile(lambda part: not globbing.has_magic(part), Path(path).expanduser().parts)
+            root, self.files = base.joinpath(*parts), _files_matching(path, base)
+        self.inside = _inside(root, self.files)
+        """The files without links to targets outside of the folder."""
+
+    def names(self, files: Iterable[Path]) -> list[str]:
+        return [file.relative_to(self.path).as_posix() if self.is_folder else file.name for file in files]
 
 
 def _inside(root: Path, files: list[Path]) -> list[Path]:
     """Return the files without links to targets outside of a folder, which could expose other files of the reader."""
     home = root.resolve()
     # In the cache of the hub, the files of a snapshot are links: models--x/snapshots/1/a.json -> models--x/blobs/2.
-    blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
+    folders = [home, *(parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots")]
     # So are the files of a repository with git-annex or DVC: repository/data/a.json -> repository/.git/annex/objects/2.
-    blobs += [parent / store for parent in (home, *home.parents) for store in _STORES if (parent / store).is_dir()]
-    resolved = {file: file.resolve() for file in files}
-    return [file for file in files if any(resolved[file].is_relative_to(folder) for folder in (home, *blobs))]
-
-
-def _glob_root(pattern: str, base: Path) -> Path:
-    """Return the folder of a glob: the part before its first wildcard."""
-    parts = Path(pattern).expanduser().parts
-    return base.joinpath(*itertools.takewhile(lambda part: not globbing.has_magic(part), parts))
+    folders += [parent / store for parent in (home, *home.parents) for store in _STORES if (parent / store).is_dir()]
+    return [file for file in files if any(map(file.resolve().is_relative_to, folders))]
 
 
 def select_row_files(files: list[P]) -> list[P]:

@@ -21,9 +21,8 @@ from tunewell.data.rows.classification import find_labels, is_numeric
 from tunewell.data.rows.column_names import find_candidates, is_labelled_text, match_ignoring_case, suggest_columns
 from tunewell.data.rows.conversation import is_object
 from tunewell.data.rows.headings import guess_columns
-from tunewell.data.sources.arrow import count_parquet_rows
 from tunewell.data.sources.base import SourceFile
-from tunewell.data.sources.blocks import ReadOptions, parsed_rows, read_blocks
+from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 from tunewell.data.sources.exports.turns import UnknownSpeaker
 from tunewell.data.sources.lines import detect_encoding, likely_encodings
 from tunewell.data.sources.local import LocalFile
@@ -80,7 +79,7 @@ def recognise(
     if "columns" in given:
         _require_columns(given["columns"], rows)
     elif "format" not in given and "map" not in given:
-        read = _options(found, limit)
+        read = read_options(found, limit)
         found.labels = find_labels(rows, parsed_rows(files, read))
         if found.labels:
             found.set("format", "classification", f"{count(len(found.labels), 'label')}; the answer is the label")
@@ -92,7 +91,8 @@ def recognise(
     return found
 
 
-def _options(found: Recognised, limit: int | None) -> ReadOptions:
+def read_options(found: Recognised, limit: int | None = None) -> ReadOptions:
+    """Return how the first rows are read with the settings that were found."""
     known = {
         key: found.settings[key]
         for key in ("encoding", "separator", "assistant", "text_rows", "paths", "gap_hours", "format")
@@ -148,7 +148,7 @@ def _first_rows(
 ) -> list[dict[str, Any]]:
     number = min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)
     try:
-        return list(islice(parsed_rows(files, _options(found, number)), number))
+        return list(islice(parsed_rows(files, read_options(found, number)), number))
     except UnknownSpeaker as unknown:
         senders = [name for name, _ in unknown.senders.most_common()]
         if not senders or found.settings.get("assistant") is not None:
@@ -165,7 +165,7 @@ def _first_rows(
                 likeliest=senders[0],
                 flag=_set_flag("assistant", senders[0]),
             )
-        return list(islice(parsed_rows(files, _options(found, number)), number))
+        return list(islice(parsed_rows(files, read_options(found, number)), number))
 
 
 def _find_columns(rows: list[dict[str, Any]], name: str, found: Recognised, ask: Asker | None) -> None:
@@ -251,17 +251,6 @@ def _require_columns(columns: Mapping[str, str], rows: Sequence[Any]) -> None:
                 where=f"the columns are {', '.join(names[:12])}",
                 fix="name one of them, like `--columns question=YOURS,answer=YOURS`",
             )
-
-
-def count_rows(files: Sequence[SourceFile], source: Recognised) -> int:
-    """Return the number of rows in the files of a source."""
-    read, total = _options(source, None), 0
-    for file in files:
-        if file.format == "parquet":
-            total += count_parquet_rows(file)
-        else:
-            total += sum(len(block) for block in read_blocks(file, read))
-    return total
 
 
 def held_out_beside(files: Sequence[SourceFile]) -> str | None:
