@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TextIO, cast
 
+from tunewell.cli.options import typer_function
 from tunewell.cli.render import RedactedStream, emit, emit_error, folded_table, hanging, json_text
 from tunewell.core.errors import SharedError, UserError, close_names, did_you_mean
 from tunewell.core.features import find_hook, modules, plugin_commands
@@ -178,7 +179,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     from typer.main import get_command
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name)(_function(name))
+    app.command(name)(typer_function(_function(name)))
     parser = get_command(app)
     # UsageError, which typer exports only as the parent of this class.
     usage_error = typer.BadParameter.__mro__[1]

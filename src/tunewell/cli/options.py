@@ -1,52 +1,35 @@
-"""Command-line options that several commands share."""
+"""Command-line options that several commands share, and the parameters that typer reads."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
-import typer
+from tunewell.core.options import Argument, Option
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="Config file. Default: `tunewell.yaml` in this folder."),
+    Option("Config file. Default: `tunewell.yaml` in this folder.", "FILE"),
 ]
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a config key. Can be repeated.")
-]
-DataPaths = Annotated[
-    list[str] | None, typer.Option("--data", metavar="PATH", help="File, folder or glob of rows. Can be repeated.")
-]
-TokenizerModel = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="Model whose tokenizer and chat template are used.")
-]
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="A run, an adapter or a model. Default: this folder's run.")
-]
+Sets = Annotated[list[str] | None, Option("Set a config key. Can be repeated.", "KEY=VALUE")]
+DataPaths = Annotated[list[str] | None, Option("File, folder or glob of rows. Can be repeated.", "PATH")]
+TrainedModel = Annotated[str | None, Option("Model to train.", "MODEL")]
+TokenizerModel = Annotated[str | None, Option("Model whose tokenizer and chat template are used.", "MODEL")]
+RunArgument = Annotated[str | None, Argument("A run, an adapter or a model. Default: this folder's run.", "RUN")]
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A run, an adapter, a model folder, a `.gguf` file or a hub id. Default: this folder's run.",
-    ),
+    Argument("A run, an adapter, a model folder, a `.gguf` file or a hub id. Default: this folder's run.", "MODEL"),
 ]
-Checkpoint = Annotated[
-    str, typer.Option("--checkpoint", metavar="STEP", help="Checkpoint of a run: `best`, `last` or a step.")
-]
-BaseModel = Annotated[
-    str | None, typer.Option("--base", metavar="MODEL", help="Base model of an adapter, if it is not recorded.")
-]
-IndexOption = Annotated[
-    str | None, typer.Option("--index", metavar="INDEX", help="Answer from this index, made by `tunewell index`.")
-]
-Device = Annotated[
-    str, typer.Option("--device", metavar="NAME", help="Device: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
-]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Load `.pt` or `.bin` weights, which can run code. Trusted files only.")
-]
-Offline = Annotated[bool, typer.Option("--offline", help="Use earlier downloads of remote rows, and send no requests.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Checkpoint = Annotated[str, Option("Checkpoint of a run: `best`, `last` or a step.", "STEP")]
+BaseModel = Annotated[str | None, Option("Base model of an adapter, if it is not recorded.", "MODEL")]
+IndexOption = Annotated[str | None, Option("Answer from this index, made by `tunewell index`.", "INDEX")]
+Device = Annotated[str, Option("Device: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.", "NAME")]
+RunDevice = Annotated[str | None, Option("Device: `cpu`, `cuda`, `cuda:1` or `mps`.", "NAME")]
+AllowPickle = Annotated[bool, Option("Load `.pt` or `.bin` weights, which can run code. Trusted files only.")]
+Offline = Annotated[bool, Option("Use earlier downloads of remote rows, and send no requests.")]
+AsJson = Annotated[bool, Option("Print JSON.")]
 
 
 def train_command(
@@ -66,3 +49,49 @@ def train_command(
 def with_offline(sets: list[str] | None, is_offline: bool) -> list[str]:
     """Return the values of `--set`, with `storage.offline` for `--offline`."""
     return [*(sets or ()), *(["storage.offline=true"] if is_offline else [])]
+
+
+def typer_function(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command as typer reads it: its options as typer's, and the fields of a dataclass as single options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            given = {field.name: values.pop(field.name) for field in fields(group) if field.name in values}
+            values[name] = group(**given)
+        command(**values)
+
+    declared = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=_for_typer(name, hint))
+        for name, hint, default in _declared(command, hints)
+    ]
+    run.__doc__ = command.__doc__
+    run.__annotations__ = {one.name: one.annotation for one in declared}
+    run.__signature__ = Signature(declared)  # type: ignore[attr-defined]
+    return run
+
+
+def _declared(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, the type and the default of each option."""
+    for name, parameter in signature(command).parameters.items():
+        if not is_dataclass(hints[name]):
+            yield name, hints[name], parameter.default
+            continue
+        for field in fields(hints[name]):
+            if any(isinstance(part, Option) for part in get_args(field.type)):
+                yield field.name, field.type, field.default
+
+
+def _for_typer(name: str, hint: Any) -> Any:
+    kind, *parts = get_args(hint) or (hint,)
+    option = next((part for part in parts if isinstance(part, Option)), None)
+    if option is None:
+        return hint
+    import typer
+
+    shown = {"help": option.help, "metavar": option.metavar, "hidden": option.hidden}
+    if isinstance(option, Argument):
+        return Annotated[kind, typer.Argument(show_default=False, **shown)]
+    flags = option.flags or (f"--{name.rstrip('_').replace('_', '-')}",)
+    return Annotated[option.kind or kind, typer.Option(*flags, min=option.min, max=option.max, **shown)]

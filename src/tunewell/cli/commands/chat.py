@@ -4,9 +4,7 @@ import json as json_module
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument
+from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument, Option
 from tunewell.cli.render import AsIs, emit, json_text
 from tunewell.cli.screens.chat import converse, loading, report_dropped, report_sources, start_answer, write_answers
 from tunewell.core.errors import UserError
@@ -19,16 +17,12 @@ if TYPE_CHECKING:
 
 def command(
     model: ModelArgument = None,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Answer this prompt and exit. `-` reads it from stdin.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
-    temperature: Annotated[
-        float, typer.Option(metavar="X", help="0 is greedy; 1 samples with the model's own probabilities.")
-    ] = 0.0,
-    length: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of an answer.")] = 512,
-    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
-    with_base: Annotated[bool, typer.Option("--with-base", help="Also show the answers of the base model.")] = False,
+    prompt: Annotated[str | None, Option("Answer this prompt and exit. `-` reads it from stdin.", "TEXT")] = None,
+    system: Annotated[str | None, Option("System prompt.", "TEXT")] = None,
+    temperature: Annotated[float, Option("0 is greedy; 1 samples with the model's own probabilities.", "X")] = 0.0,
+    length: Annotated[int, Option("Maximum tokens of an answer.", "N")] = 512,
+    seed: Annotated[int, Option("Random seed.", "N")] = 0,
+    with_base: Annotated[bool, Option("Also show the answers of the base model.")] = False,
     index: IndexOption = None,
     checkpoint: Checkpoint = "best",
     base: BaseModel = None,

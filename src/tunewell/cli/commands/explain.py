@@ -5,9 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tunewell.cli.options import AsJson, ConfigFile
+from tunewell.cli.options import Argument, AsJson, ConfigFile
 from tunewell.cli.render import emit, folded_table, hanging, json_text, one_line
 from tunewell.core.errors import UserError
 
@@ -19,10 +17,10 @@ if TYPE_CHECKING:
 def command(
     key: Annotated[
         str | None,
-        typer.Argument(
-            metavar="KEY",
-            help="A key or a section, such as `packing.context_length` or `packing`, or a failure, such as `oom-cuda`. "
+        Argument(
+            "A key or a section, such as `packing.context_length` or `packing`, or a failure, such as `oom-cuda`. "
             "Default: list all keys.",
+            "KEY",
         ),
     ] = None,
     config: ConfigFile = None,

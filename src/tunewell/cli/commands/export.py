@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, RunArgument, Sets
+from tunewell.cli.options import AllowPickle, AsJson, Option, RunArgument, Sets
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.screens.export import parity_screen
@@ -27,20 +27,20 @@ def command(
     place: RunArgument = None,
     to: Annotated[
         str | None,
-        typer.Option(metavar="TARGETS", help=f"Export targets, separated by commas: {_names(EXPORT_TARGETS.names())}."),
+        Option(f"Export targets, separated by commas: {_names(EXPORT_TARGETS.names())}.", "TARGETS"),
     ] = None,
     gguf: Annotated[
         str | None,
-        typer.Option(metavar="TYPES", help=f"GGUF types, separated by commas: {_names(get_args(GgufFormat))}."),
+        Option(f"GGUF types, separated by commas: {_names(get_args(GgufFormat))}.", "TYPES"),
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help=f"Precision of merged weights: {_names(get_args(MergedPrecision))}.")
+        str | None, Option(f"Precision of merged weights: {_names(get_args(MergedPrecision))}.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: `export` in the run's folder.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="`best` by held-out loss, `last`, or a step.")] = "best",
-    base: Annotated[str | None, typer.Option(help="The base model, if the adapter does not name it.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model in Ollama. Default: the run's name.")] = None,
-    no_create: Annotated[bool, typer.Option("--no-create", help="Do not call `ollama create`.")] = False,
+    out: Annotated[Path | None, Option("Folder to write. Default: `export` in the run's folder.")] = None,
+    checkpoint: Annotated[str, Option("`best` by held-out loss, `last`, or a step.")] = "best",
+    base: Annotated[str | None, Option("The base model, if the adapter does not name it.")] = None,
+    name: Annotated[str | None, Option("Name of the model in Ollama. Default: the run's name.")] = None,
+    no_create: Annotated[bool, Option("Do not call `ollama create`.")] = False,
     set_: Sets = None,
     allow_pickle: AllowPickle = False,
     json: AsJson = False,

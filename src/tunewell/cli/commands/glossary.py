@@ -2,17 +2,14 @@
 
 from typing import Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import Argument, AsJson
 from tunewell.cli.render import emit, folded_table, json_text
 from tunewell.config.glossary import entries, find_entry
 
 
 def command(
     word: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TERM", help="A term, or the id of a drop reason. Default: list all terms."),
+        list[str] | None, Argument("A term, or the id of a drop reason. Default: list all terms.", "TERM")
     ] = None,
     json: AsJson = False,
 ) -> None:

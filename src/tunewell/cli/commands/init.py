@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunewell.cli.options import AsJson, Sets
+from tunewell.cli.options import Argument, AsJson, Option, Sets
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import dropped_reasons
@@ -28,40 +28,32 @@ _LABELS = {"columns": "columns", "encoding": "encoding", "separator": "separator
 
 
 def command(
-    data: Annotated[
-        str, typer.Argument(metavar="DATA", help="File, folder or glob of rows. `rows.jsonl#500` uses the first 500.")
-    ],
+    data: Annotated[str, Argument("File, folder or glob of rows. `rows.jsonl#500` uses the first 500.", "DATA")],
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Model: a hub id, a folder, a `.gguf` file, `ollama:NAME` or `package:NAME`. Default: the one that "
+        Option(
+            "Model: a hub id, a folder, a `.gguf` file, `ollama:NAME` or `package:NAME`. Default: the one that "
             "`tunewell models` recommends.",
+            "MODEL",
         ),
     ] = None,
     method: Annotated[
         str,
-        typer.Option(
-            metavar="METHOD",
-            help="Training method: `lora`, `qlora` (base model in 4 bits), `int8` (in 8 bits), `dora`, `full`, "
+        Option(
+            "Training method: `lora`, `qlora` (base model in 4 bits), `int8` (in 8 bits), `dora`, `full`, "
             "`adamw8bit` or `galore` (full, with small optimizer states).",
+            "METHOD",
         ),
     ] = "lora",
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Config file to write. Default: `tunewell.yaml`.")
-    ] = None,
+    out: Annotated[Path | None, Option("Config file to write. Default: `tunewell.yaml`.", "FILE")] = None,
     columns: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="Your columns: `question=Frage,answer=Antwort`. Not needed for known names."
-        ),
+        str | None, Option("Your columns: `question=Frage,answer=Antwort`. Not needed for known names.", "NAMES")
     ] = None,
     encoding: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Character encoding of the rows, like `cp1252`. Default: detected."),
+        str | None, Option("Character encoding of the rows, like `cp1252`. Default: detected.", "NAME")
     ] = None,
     set_: Sets = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing config.")] = False,
+    force: Annotated[bool, Option("Overwrite an existing config.")] = False,
     json: AsJson = False,
 ) -> None:
     """Write a config for your rows and a model, with the reasons.

@@ -6,9 +6,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson, ConfigFile, Offline, Sets, TokenizerModel, train_command, with_offline
+from tunewell.cli.options import (
+    Argument,
+    AsJson,
+    ConfigFile,
+    Offline,
+    Option,
+    Sets,
+    TokenizerModel,
+    train_command,
+    with_offline,
+)
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import (
     cell_width,
@@ -41,28 +49,21 @@ _MIN_NAME, _COUNTS = 16, 44
 
 def command(
     path: Annotated[
-        str | None,
-        typer.Argument(metavar="PATH", help="A corpus, or a file, folder or glob of rows. Default: from the config."),
+        str | None, Argument("A corpus, or a file, folder or glob of rows. Default: from the config.", "PATH")
     ] = None,
     config: ConfigFile = None,
     set_: Sets = None,
     model: TokenizerModel = None,
     show: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Number of rows to show token by token. Default: 2; 200 with --html."),
+        int | None, Option("Number of rows to show token by token. Default: 2; 200 with --html.", "N", min=0)
     ] = None,
     document: Annotated[
-        list[int] | None, typer.Option(min=0, metavar="N", help="Show document N, counted from 0. Can be repeated.")
+        list[int] | None, Option("Show document N, counted from 0. Can be repeated.", "N", min=0)
     ] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="List each token on its own line, with its id.")] = False,
-    held_out: Annotated[bool, typer.Option("--held-out", help="Show rows kept for testing.")] = False,
-    details: Annotated[
-        bool, typer.Option("--details", help="Also show padding and near duplicates, even if there are none.")
-    ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write one HTML page about the corpus, with 200 sampled rows."),
-    ] = None,
+    tokens: Annotated[bool, Option("List each token on its own line, with its id.")] = False,
+    held_out: Annotated[bool, Option("Show rows kept for testing.")] = False,
+    details: Annotated[bool, Option("Also show padding and near duplicates, even if there are none.")] = False,
+    html: Annotated[Path | None, Option("Write one HTML page about the corpus, with 200 sampled rows.", "FILE")] = None,
     offline: Offline = False,
     json: AsJson = False,
 ) -> None:

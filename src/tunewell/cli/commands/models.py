@@ -2,22 +2,16 @@
 
 from typing import Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import Argument, AsJson, Option
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, json_text
 
 
 def command(
     data: Annotated[
-        str | None,
-        typer.Argument(metavar="DATA", help="File, folder or glob of rows. Default: those of `tunewell.yaml`."),
+        str | None, Argument("File, folder or glob of rows. Default: those of `tunewell.yaml`.", "DATA")
     ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODEL", help="Compare only this model. Can be repeated."),
-    ] = None,
+    model: Annotated[list[str] | None, Option("Compare only this model. Can be repeated.", "MODEL")] = None,
     json: AsJson = False,
 ) -> None:
     """Show which models suit your rows and this machine.

@@ -4,7 +4,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Offline, Sets, train_command, with_offline
+from tunewell.cli.options import (
+    AsJson,
+    ConfigFile,
+    DataPaths,
+    Offline,
+    Option,
+    Sets,
+    TrainedModel,
+    train_command,
+    with_offline,
+)
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.startup import clean_up_when_terminated
@@ -17,28 +27,20 @@ if TYPE_CHECKING:
 def command(
     config: ConfigFile = None,
     set_: Sets = None,
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
+    model: TrainedModel = None,
     data: DataPaths = None,
     no_measure: Annotated[
-        bool,
-        typer.Option("--no-measure", help="Take no real steps: compute from the architecture, in about a second."),
+        bool, Option("Take no real steps: compute from the architecture, in about a second.")
     ] = False,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="CARDS", help="Other GPU cards, separated by commas: `t4,4090,a100-80,h200`.")
-    ] = None,
+    gpu: Annotated[str | None, Option("Other GPU cards, separated by commas: `t4,4090,a100-80,h200`.", "CARDS")] = None,
     ram: Annotated[
-        float | None,
-        typer.Option(metavar="GB", help="Plan for a CPU with this RAM in GB. With `--gpu`: RAM of the GPU's machine."),
+        float | None, Option("Plan for a CPU with this RAM in GB. With `--gpu`: RAM of the GPU's machine.", "GB")
     ] = None,
-    apply: Annotated[
-        bool, typer.Option("--apply", help="If it does not fit, write the mildest change that does into the config.")
-    ] = False,
+    apply: Annotated[bool, Option("If it does not fit, write the mildest change that does into the config.")] = False,
     rung: Annotated[
-        int | None, typer.Option(metavar="N", help="With `--apply`: the number of another change in the list, from 1.")
+        int | None, Option("With `--apply`: the number of another change in the list, from 1.", "N")
     ] = None,
-    check: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Show what was predicted for a run beside what it needed.")
-    ] = None,
+    check: Annotated[str | None, Option("Show what was predicted for a run beside what it needed.", "RUN")] = None,
     offline: Offline = False,
     json: AsJson = False,
 ) -> None:

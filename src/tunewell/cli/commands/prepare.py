@@ -4,13 +4,12 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from tunewell.cli.options import (
     AsJson,
     ConfigFile,
     DataPaths,
     Offline,
+    Option,
     Sets,
     TokenizerModel,
     train_command,
@@ -32,10 +31,8 @@ def command(
     set_: Sets = None,
     model: TokenizerModel = None,
     data: DataPaths = None,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the corpus to.")] = None,
-    details: Annotated[
-        bool, typer.Option("--details", help="Also show padding and near duplicates, even if there are none.")
-    ] = False,
+    out: Annotated[Path | None, Option("Folder to write the corpus to.", "FOLDER")] = None,
+    details: Annotated[bool, Option("Also show padding and near duplicates, even if there are none.")] = False,
     offline: Offline = False,
     json: AsJson = False,
 ) -> None:

@@ -3,28 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import Argument, AsJson, Option
 from tunewell.cli.render import emit, json_text
 
 
 def command(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER | RUN", help="A folder with runs, or one run.")] = ".",
+    folder: Annotated[str, Argument("A folder with runs, or one run.", "FOLDER | RUN")] = ".",
     filter_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--filter", metavar="COLUMN=TEXT", help="Only runs whose column contains the text. Can be repeated."
-        ),
+        list[str] | None, Option("Only runs whose column contains the text. Can be repeated.", "COLUMN=TEXT")
     ] = None,
-    sort: Annotated[
-        str, typer.Option(metavar="COLUMN", help="Sort by a column: `when`, `held_out`, `tokens_per_second`, ...")
-    ] = "when",
-    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
-    columns: Annotated[str | None, typer.Option(metavar="NAMES", help="Columns, separated by commas.")] = None,
-    stacks: Annotated[
-        bool, typer.Option("--stacks", help="Print the stack of each thread of a run in progress.")
-    ] = False,
+    sort: Annotated[str, Option("Sort by a column: `when`, `held_out`, `tokens_per_second`, ...", "COLUMN")] = "when",
+    reverse: Annotated[bool, Option("Reverse the order.")] = False,
+    columns: Annotated[str | None, Option("Columns, separated by commas.", "NAMES")] = None,
+    stacks: Annotated[bool, Option("Print the stack of each thread of a run in progress.")] = False,
     json: AsJson = False,
 ) -> None:
     """List the runs in a folder, or show whether one run is alive."""

@@ -2,13 +2,12 @@
 
 from typing import Annotated
 
-import typer
-
+from tunewell.cli.options import Option
 from tunewell.cli.render import emit, json_text
 
 
 def command(
-    json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON.")] = False,
+    json: Annotated[bool, Option("No effect: the output is always JSON.")] = False,
 ) -> None:
     """Print the JSON Schema of `tunewell.yaml`, for editors.
 

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Offline, Sets, with_offline
+from tunewell.cli.options import (
+    AllowPickle,
+    Argument,
+    AsJson,
+    ConfigFile,
+    DataPaths,
+    Offline,
+    Option,
+    RunDevice,
+    Sets,
+    TrainedModel,
+    with_offline,
+)
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
 from tunewell.core.errors import UserError
@@ -35,38 +47,30 @@ _RESUME = "Resume the run in that folder. Without a config, use the settings of 
 
 def command(
     context: typer.Context,
-    rows: Annotated[str | None, typer.Argument(metavar="DATA", help=_ROWS, show_default=False)] = None,
+    rows: Annotated[str | None, Argument(_ROWS, "DATA")] = None,
     config: ConfigFile = None,
     set_: Sets = None,
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
+    model: TrainedModel = None,
     data: DataPaths = None,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the run to.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed.")] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Device: `cpu`, `cuda`, `cuda:1` or `mps`.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
+    out: Annotated[Path | None, Option("Folder to write the run to.", "FOLDER")] = None,
+    seed: Annotated[int | None, Option("Random seed.", "N")] = None,
+    device: RunDevice = None,
+    resume: Annotated[bool, Option(_RESUME)] = False,
     allow_change: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Resume even though this setting has changed. Can be repeated."),
+        list[str] | None, Option("Resume even though this setting has changed. Can be repeated.", "NAME")
     ] = None,
     allow_pickle: AllowPickle = False,
-    enable_fault_injection: Annotated[bool, typer.Option("--enable-fault-injection", hidden=True)] = False,
-    no_supervisor: Annotated[
-        bool, typer.Option("--no-supervisor", help="Train in this process, for debuggers. A crash ends the run.")
-    ] = False,
-    worker: Annotated[str | None, typer.Option("--worker", "--supervised", hidden=True)] = None,
-    rehearse: Annotated[bool, typer.Option("--rehearse", help=_REHEARSE)] = False,
-    no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the model after training.")] = False,
-    index: Annotated[str | None, typer.Option("--index", metavar="INDEX", help=_INDEX)] = None,
+    enable_fault_injection: Annotated[bool, Option(hidden=True)] = False,
+    no_supervisor: Annotated[bool, Option("Train in this process, for debuggers. A crash ends the run.")] = False,
+    worker: Annotated[str | None, Option(flags=("--worker", "--supervised"), hidden=True)] = None,
+    rehearse: Annotated[bool, Option(_REHEARSE)] = False,
+    no_validate: Annotated[bool, Option("Do not test the model after training.")] = False,
+    index: Annotated[str | None, Option(_INDEX, "INDEX")] = None,
     export: Annotated[
         str | None,
-        typer.Option(
-            metavar="TARGETS",
-            help="Export the model after training, unless the verdict is FAIL: `ollama`, `gguf,merged`.",
-        ),
+        Option("Export the model after training, unless the verdict is FAIL: `ollama`, `gguf,merged`.", "TARGETS"),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help=_STRICT)] = False,
+    strict: Annotated[bool, Option(_STRICT)] = False,
     offline: Offline = False,
     json: AsJson = False,
 ) -> None:

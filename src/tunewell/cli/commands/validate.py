@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, RunArgument, Sets
+from tunewell.cli.options import AllowPickle, AsJson, Option, RunArgument, Sets
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.screens.verdict import comparison_screen, lined, verdict_lines, verdict_screen
@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
 def command(
     model: RunArgument = None,
-    data: Annotated[str | None, typer.Option(help="Rows to test on instead of the run's held-out rows.")] = None,
-    against: Annotated[str | None, typer.Option(metavar="RUN", help="Another run to compare with.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="`best` by held-out loss, `last`, or a step.")] = "best",
-    base: Annotated[str | None, typer.Option(help="Base model, if the run or adapter does not name it.")] = None,
-    template: Annotated[str | None, typer.Option(help="Chat template, if the model has none.")] = None,
-    device: Annotated[str, typer.Option(help="Device: `cpu`, `cuda` or `mps`.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for the report. Default: the run's folder.")] = None,
-    lm_eval: Annotated[
-        str | None,
-        typer.Option("--lm-eval", metavar="TASKS", help="Additional lm-eval tasks, separated by commas."),
-    ] = None,
+    data: Annotated[str | None, Option("Rows to test on instead of the run's held-out rows.")] = None,
+    against: Annotated[str | None, Option("Another run to compare with.", "RUN")] = None,
+    checkpoint: Annotated[str, Option("`best` by held-out loss, `last`, or a step.")] = "best",
+    base: Annotated[str | None, Option("Base model, if the run or adapter does not name it.")] = None,
+    template: Annotated[str | None, Option("Chat template, if the model has none.")] = None,
+    device: Annotated[str, Option("Device: `cpu`, `cuda` or `mps`.")] = "auto",
+    out: Annotated[Path | None, Option("Folder for the report. Default: the run's folder.")] = None,
+    lm_eval: Annotated[str | None, Option("Additional lm-eval tasks, separated by commas.", "TASKS")] = None,
     set_: Sets = None,
     allow_pickle: AllowPickle = False,
     json: AsJson = False,

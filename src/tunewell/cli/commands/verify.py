@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson
+from tunewell.cli.options import AllowPickle, Argument, AsJson, Option
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.screens.export import parity_screen
@@ -14,11 +14,8 @@ from tunewell.core.progress import Progress
 
 
 def command(
-    folder: Annotated[
-        str,
-        typer.Argument(metavar="EXPORT", help="A folder that `tunewell export` wrote, or where `push` uploaded it."),
-    ],
-    base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
+    folder: Annotated[str, Argument("A folder that `tunewell export` wrote, or where `push` uploaded it.", "EXPORT")],
+    base: Annotated[str | None, Option("The base model of an adapter, if it has moved.")] = None,
     allow_pickle: AllowPickle = False,
     json: AsJson = False,
 ) -> None:

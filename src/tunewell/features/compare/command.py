@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson, Device
+from tunewell.cli.options import Argument, AsJson, Device, Option
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, json_text
 
@@ -13,32 +11,22 @@ from tunewell.cli.render import emit, json_text
 def command(
     columns: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Runs, adapters, model folders, `.gguf` files, hub ids or `URL#MODEL`. Default: this folder's run.",
+        Argument(
+            "Runs, adapters, model folders, `.gguf` files, hub ids or `URL#MODEL`. Default: this folder's run.", "MODEL"
         ),
     ] = None,
-    index: Annotated[
-        list[str] | None,
-        typer.Option("--index", metavar="INDEX", help="Also answer from this index. Can be repeated."),
-    ] = None,
+    index: Annotated[list[str] | None, Option("Also answer from this index. Can be repeated.", "INDEX")] = None,
     data: Annotated[
-        list[str] | None,
-        typer.Option("--data", metavar="PATH", help="Questions with answers. Default: the run's held-out rows."),
+        list[str] | None, Option("Questions with answers. Default: the run's held-out rows.", "PATH")
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of questions.")] = 100,
+    questions: Annotated[int, Option("Maximum number of questions.", "N", min=1)] = 100,
     passages: Annotated[
-        int | None,
-        typer.Option(min=1, max=50, metavar="N", help="Number of passages to read. Default: set by the index."),
+        int | None, Option("Number of passages to read. Default: set by the index.", "N", min=1, max=50)
     ] = None,
-    judge: Annotated[
-        str | None, typer.Option(metavar="URL#MODEL", help="Judge answers by a model instead of by keys.")
-    ] = None,
-    labels: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Answers judged by a person, to measure `--judge` by.")
-    ] = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the HTML page to.")] = Path("comparison"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Validate every run again. Only for runs alone.")] = False,
+    judge: Annotated[str | None, Option("Judge answers by a model instead of by keys.", "URL#MODEL")] = None,
+    labels: Annotated[Path | None, Option("Answers judged by a person, to measure `--judge` by.", "FILE")] = None,
+    out: Annotated[Path, Option("Folder to write the HTML page to.", "FOLDER")] = Path("comparison"),
+    fresh: Annotated[bool, Option("Validate every run again. Only for runs alone.")] = False,
     device: Device = "auto",
     json: AsJson = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import Argument, AsJson, Option
 from tunewell.cli.render import emit, json_text
 from tunewell.core.errors import UserError
 
@@ -14,23 +14,20 @@ from tunewell.core.errors import UserError
 def command(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="SOURCE...",
-            help="A log, run, folder, notebook, state file or config; `-` reads stdin. Several files are one run.",
+        Argument(
+            "A log, run, folder, notebook, state file or config; `-` reads stdin. Several files are one run.",
+            "SOURCE...",
         ),
     ] = None,
-    rows: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rows (JSONL) to compare with the length limit of a config.")
-    ] = None,
+    rows: Annotated[Path | None, Option("Rows (JSONL) to compare with the length limit of a config.", "FILE")] = None,
     with_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--with",
-            metavar="NAME==VERSION",
-            help="Check the keys of a config for this release, or for those `installed` here. Can be repeated.",
+        Option(
+            "Check the keys of a config for this release, or for those `installed` here. Can be repeated.",
+            "NAME==VERSION",
         ),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Show every finding in full.")] = False,
+    all_: Annotated[bool, Option("Show every finding in full.")] = False,
     json: AsJson = False,
 ) -> None:
     """Name the failure in the log of any trainer, with evidence, cause and fix.

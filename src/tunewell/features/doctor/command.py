@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile
+from tunewell.cli.options import AsJson, ConfigFile, Option
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, json_text
 from tunewell.features.doctor.screen import doctor_screen, known_good_screen
@@ -12,15 +12,11 @@ from tunewell.features.doctor.screen import doctor_screen, known_good_screen
 
 def command(
     config: ConfigFile = None,
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model whose files are checked.")] = None,
-    python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Check the packages of another Python interpreter.")
-    ] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="Import nothing and do not ask nvidia-smi.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Print one script with all fixes. Nothing is run.")] = False,
-    known_good: Annotated[
-        str | None, typer.Option(metavar="TOOL", help="Print versions that work together, e.g. for `trl`.")
-    ] = None,
+    model: Annotated[str | None, Option("Model whose files are checked.", "MODEL")] = None,
+    python: Annotated[str | None, Option("Check the packages of another Python interpreter.", "PATH")] = None,
+    fast: Annotated[bool, Option("Import nothing and do not ask nvidia-smi.")] = False,
+    fix: Annotated[bool, Option("Print one script with all fixes. Nothing is run.")] = False,
+    known_good: Annotated[str | None, Option("Print versions that work together, e.g. for `trl`.", "TOOL")] = None,
     json: AsJson = False,
 ) -> None:
     """Find what is broken in this environment, and how to fix it.

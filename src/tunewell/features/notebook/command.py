@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson, ConfigFile
+from tunewell.cli.options import AsJson, ConfigFile, Option
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.core.units import count
 
@@ -15,15 +13,12 @@ if TYPE_CHECKING:
 
 def command(
     config: ConfigFile = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Notebook to write. Default: `train.ipynb`.")] = None,
-    data: Annotated[
-        str, typer.Option(metavar="HOW", help="How your files get to Colab: `upload`, `drive` or a URL.")
-    ] = "upload",
+    out: Annotated[Path | None, Option("Notebook to write. Default: `train.ipynb`.", "FILE")] = None,
+    data: Annotated[str, Option("How your files get to Colab: `upload`, `drive` or a URL.", "HOW")] = "upload",
     package: Annotated[
-        str | None,
-        typer.Option(metavar="SPEC", help="What pip installs: a requirement, a wheel, a git URL or `none`."),
+        str | None, Option("What pip installs: a requirement, a wheel, a git URL or `none`.", "SPEC")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing notebook.")] = False,
+    force: Annotated[bool, Option("Overwrite an existing notebook.")] = False,
     json: AsJson = False,
 ) -> None:
     """Write a Colab notebook that trains this config on a GPU."""

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Sets
+from tunewell.cli.options import Argument, AsJson, ConfigFile, DataPaths, Option, RunDevice, Sets, TrainedModel
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, json_text
 from tunewell.cli.startup import clean_up_when_terminated
@@ -22,19 +20,15 @@ _MIN_STEPS = 3
 
 
 def command(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A finished run. Default: this folder's run.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help=_STEPS)] = None,
-    apply: Annotated[bool, typer.Option("--apply", help=_APPLY)] = False,
+    run: Annotated[Path | None, Argument("A finished run. Default: this folder's run.", "RUN")] = None,
+    steps: Annotated[int | None, Option(_STEPS, "N")] = None,
+    apply: Annotated[bool, Option(_APPLY)] = False,
     config: ConfigFile = None,
     set_: Sets = None,
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
+    model: TrainedModel = None,
     data: DataPaths = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Device: `cpu`, `cuda`, `cuda:1` or `mps`.")
-    ] = None,
-    enable_fault_injection: Annotated[bool, typer.Option("--enable-fault-injection", hidden=True)] = False,
+    device: RunDevice = None,
+    enable_fault_injection: Annotated[bool, Option(hidden=True)] = False,
     json: AsJson = False,
 ) -> None:
     """Show where the time of a training step goes, and the setting that would make it faster."""

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson, ConfigFile, Sets
+from tunewell.cli.options import Argument, AsJson, ConfigFile, Option, Sets
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, ending, hanging, json_text, table, width
 from tunewell.core.units import count, size_bytes
@@ -18,13 +16,11 @@ _SIZE_COLUMNS = 13
 
 
 def command(
-    place: Annotated[str, typer.Argument(metavar="RUN_OR_EXPORT", help="A run, or a folder that `export` wrote.")],
-    to: Annotated[str, typer.Option(metavar="ADDRESS", help="`s3://BUCKET/PREFIX`, `r2://...` or `hf://USER/NAME`.")],
-    public: Annotated[bool, typer.Option("--public", help="Create the repository on the hub as a public one.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Upload nothing: write the folder that would be uploaded.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of `--dry-run`.")] = None,
+    place: Annotated[str, Argument("A run, or a folder that `export` wrote.", "RUN_OR_EXPORT")],
+    to: Annotated[str, Option("`s3://BUCKET/PREFIX`, `r2://...` or `hf://USER/NAME`.", "ADDRESS")],
+    public: Annotated[bool, Option("Create the repository on the hub as a public one.")] = False,
+    dry_run: Annotated[bool, Option("Upload nothing: write the folder that would be uploaded.")] = False,
+    out: Annotated[Path | None, Option("Folder of `--dry-run`.", "FOLDER")] = None,
     config: ConfigFile = None,
     set_: Sets = None,
     json: AsJson = False,

@@ -3,30 +3,26 @@
 import sys
 from typing import Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson, Device
+from tunewell.cli.options import Argument, AsJson, Device, Option
 from tunewell.cli.render import AsIs, emit, json_text
 from tunewell.cli.screens.chat import escape_controls, loading, sources_text
 
 
 def command(
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question.")],
-    index: Annotated[str, typer.Option("--index", metavar="INDEX", help="Index made by `tunewell index`.")] = "index",
+    question: Annotated[str, Argument("The question.", "QUESTION")],
+    index: Annotated[str, Option("Index made by `tunewell index`.", "INDEX")] = "index",
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A run, an adapter, a model folder, a `.gguf` file, a hub id or `URL#MODEL`. "
-            "Default: this folder's run.",
+        Option(
+            "A run, an adapter, a model folder, a `.gguf` file, a hub id or `URL#MODEL`. Default: this folder's run.",
+            "MODEL",
         ),
     ] = None,
     passages: Annotated[
-        int | None,
-        typer.Option(min=1, max=50, metavar="N", help="Number of passages to read. Default: set by the index."),
+        int | None, Option("Number of passages to read. Default: set by the index.", "N", min=1, max=50)
     ] = None,
-    length: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of the answer.")] = 256,
-    show: Annotated[bool, typer.Option("--show", help="Also print the exact message that the model gets.")] = False,
+    length: Annotated[int, Option("Maximum tokens of the answer.", "N")] = 256,
+    show: Annotated[bool, Option("Also print the exact message that the model gets.")] = False,
     device: Device = "auto",
     json: AsJson = False,
 ) -> None:

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import Argument, AsJson, Option
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, folded_table, hanging, json_text, one_line
 from tunewell.core.units import count, duration
@@ -15,34 +13,27 @@ if TYPE_CHECKING:
 
 
 def command(
-    documents: Annotated[
-        list[str],
-        typer.Argument(metavar="DOCUMENTS", help="Files and folders: md txt html pdf docx csv jsonl."),
-    ],
+    documents: Annotated[list[str], Argument("Files and folders: md txt html pdf docx csv jsonl.", "DOCUMENTS")],
     out: Annotated[
         str,
-        typer.Option(
-            "--out",
-            "--store",
-            metavar="INDEX",
-            help="Folder of the index, or `postgresql://USER@HOST/DB#NAME`. "
+        Option(
+            "Folder of the index, or `postgresql://USER@HOST/DB#NAME`. "
             "An existing index is updated, and keeps only these documents.",
+            "INDEX",
+            flags=("--out", "--store"),
         ),
     ] = "index",
     questions: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Training rows, on whose questions the search settings are chosen."),
+        str | None, Option("Training rows, on whose questions the search settings are chosen.", "FILE")
     ] = None,
     open_book: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Also write training rows in which the questions have passages."),
+        Path | None, Option("Also write training rows in which the questions have passages.", "FOLDER")
     ] = None,
     embedder: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="`minilm`, a sentence-transformers folder, a hub name, or `URL#MODEL`."),
+        str, Option("`minilm`, a sentence-transformers folder, a hub name, or `URL#MODEL`.", "NAME")
     ] = "minilm",
     language: Annotated[
-        str, typer.Option(metavar="NAME", help="Language of the word search: `auto`, `english`, ..., or `none`.")
+        str, Option("Language of the word search: `auto`, `english`, ..., or `none`.", "NAME")
     ] = "auto",
     json: AsJson = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument
+from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument, Option
 from tunewell.cli.render import emit, folded_table
 from tunewell.cli.screens.chat import loading
 from tunewell.core.units import count
@@ -20,29 +20,19 @@ if TYPE_CHECKING:
 
 def command(
     model: ModelArgument = None,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen on. A public address needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen on. 0 chooses a free port.")
-    ] = 8000,
+    host: Annotated[str, Option("Address to listen on. A public address needs a token.", "ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, Option("Port to listen on. 0 chooses a free port.", "N", min=0, max=65535)] = 8000,
     token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with the token that clients must send. Or set TUNEWELL_TOKEN."),
+        Path | None, Option("File with the token that clients must send. Or set TUNEWELL_TOKEN.", "FILE")
     ] = None,
     allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Web origin that may send requests. Can be repeated."),
+        list[str] | None, Option("Web origin that may send requests. Can be repeated.", "ORIGIN")
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the model in the API. Default: its folder.")
-    ] = None,
+    name: Annotated[str | None, Option("Name of the model in the API. Default: its folder.", "NAME")] = None,
     index: IndexOption = None,
     checkpoint: Checkpoint = "best",
     base: BaseModel = None,
-    template: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Chat template, for a model without one.")
-    ] = None,
+    template: Annotated[str | None, Option("Chat template, for a model without one.", "NAME")] = None,
     device: Device = "auto",
     allow_pickle: AllowPickle = False,
     json: AsJson = False,

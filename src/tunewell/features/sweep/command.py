@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths
+from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Option, TrainedModel
 from tunewell.cli.render import emit, json_text, one_line
 from tunewell.core.progress import Progress
 
@@ -17,13 +17,13 @@ _SET = "Set a config key; commas separate alternatives (`8,32`), brackets enclos
 
 def command(
     config: ConfigFile = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=A,B", help=_SET)] = None,
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
+    set_: Annotated[list[str] | None, Option(_SET, "KEY=A,B")] = None,
+    model: TrainedModel = None,
     data: DataPaths = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the runs to.")] = Path("sweep"),
-    seeds: Annotated[int, typer.Option(metavar="N", help="Train the two best settings with this many seeds.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the sweep in the `--out` folder.")] = False,
-    no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the models.")] = False,
+    out: Annotated[Path, Option("Folder to write the runs to.", "FOLDER")] = Path("sweep"),
+    seeds: Annotated[int, Option("Train the two best settings with this many seeds.", "N")] = 1,
+    resume: Annotated[bool, Option("Resume the sweep in the `--out` folder.")] = False,
+    no_validate: Annotated[bool, Option("Do not test the models.")] = False,
     allow_pickle: AllowPickle = False,
     json: AsJson = False,
 ) -> None:

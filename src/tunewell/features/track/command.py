@@ -2,9 +2,7 @@
 
 from typing import Annotated
 
-import typer
-
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import Argument, AsJson, Option
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.config.extensions import TRACKERS
@@ -12,10 +10,8 @@ from tunewell.core.units import count
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, finished or not.")] = "run",
-    to: Annotated[
-        str, typer.Option(metavar="TRACKER", help=f"Tracker: {', '.join(TRACKERS.names())}.")
-    ] = "tensorboard",
+    run: Annotated[str, Argument("A run folder, finished or not.", "RUN")] = "run",
+    to: Annotated[str, Option(f"Tracker: {', '.join(TRACKERS.names())}.", "TRACKER")] = "tensorboard",
     json: AsJson = False,
 ) -> None:
     """Send the metrics of a run to TensorBoard, W&B or MLflow."""

@@ -1,0 +1,25 @@
+"""How the options of a command are declared: `seed: Annotated[int, Option("Random seed.", "N")] = 0`.
+
+A field of a dataclass or a parameter of a command's function is declared once. The command line is made from it, and
+nothing here imports typer, so that workflows and the library can use the same dataclass.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command. Its flag is the name of the field, unless `flags` names others."""
+
+    help: str = ""
+    metavar: str | None = None
+    flags: tuple[str, ...] = ()
+    min: float | None = None
+    max: float | None = None
+    hidden: bool = False
+    kind: type | None = None
+    """The type on the command line, if the library takes others too."""
+
+
+class Argument(Option):
+    """An argument of a command, named by its place."""
