@@ -6,7 +6,9 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -236,6 +238,19 @@ def test_evaluations_take_a_tenth_of_the_training_time(
         assert "10% of the training time" in run.plan.evaluate_every.because
         assert read_plan(tmp_path).evaluate_every == run.plan.evaluate_every
         assert "evaluated every" in run.listener.notes[-1]
+
+
+def test_an_evaluation_after_the_first_step_waits_for_its_metrics(tmp_path: Path, monkeypatch: Any) -> None:
+    """On CUDA, the time of the first step is not known when the first evaluation is due."""
+    run = make_run(tmp_path, plan={"num_steps": 2, "evaluate_every": 1})
+    take_step = run.learner.take_step
+
+    def late(*args: Any, **options: Any) -> Any:
+        return replace(take_step(*args, **options), arrived=SimpleNamespace(synchronize=lambda: None))
+
+    monkeypatch.setattr(run.learner, "take_step", late)
+    assert train(run).status == "finished"
+    assert [event.step for event in run.listener.steps] == [1, 2]
 
 
 def test_an_interval_in_the_config_is_never_changed(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class _Loop:
                     self.is_interrupted = run.learner.world.any(self.signals.asked is not None)
                     is_evaluating, is_saving = self.what_is_due()
                     if is_evaluating or is_saving:
-                        self.log.flush()  # check the last step before evaluating or saving it
+                        self.log.flush()  # check the last step before evaluating or saving it, also when interrupted
                     action = self.healer.apply()
                 is_best = action is None and is_evaluating and self.evaluate()
                 match action or self.healer.apply():  # the evaluation may have found divergence
@@ -103,6 +103,7 @@ class _Loop:
         """Return whether to evaluate and whether to save after this step."""
         step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
         if 0 in (step % self.run.plan.evaluate_every.value, step % self.run.plan.save_every.value):
+            self.log.flush()  # the last step's time and metrics, which arrive late on CUDA
             limit_evaluations(self.run)
             limit_saves(self.run)
         is_evaluating = is_last or step % self.run.plan.evaluate_every.value == 0
