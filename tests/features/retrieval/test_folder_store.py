@@ -176,10 +176,16 @@ def test_an_address_is_shown_without_its_password(address, shown):
     assert "secret" not in shown_address(address)
 
 
+def _replace(path: Path, content: bytes) -> None:
+    """Write a new file: a thread of tantivy may have mapped the old one, and a mapped file must not become shorter."""
+    path.unlink()
+    path.write_bytes(content)
+
+
 def _flip(path: Path, place: int) -> bytes:
     before = bytearray(path.read_bytes())
     before[place] ^= 4
-    path.write_bytes(before)
+    _replace(path, bytes(before))
     return bytes(before)
 
 
@@ -203,7 +209,7 @@ def test_a_flipped_bit_in_any_file_is_an_error_and_indexing_again_repairs_it(ind
             search(index)
         command = (caught.value.fix or "").split("`")[1]
         assert command.endswith(f"--out {index}") and (path.name == "index.json" or f"index {docs}" in command)
-        path.write_bytes(whole)
+        _replace(path, whole)
     for name in ("index.json", "data-*/passages.jsonl", "data-*/words/*.idx"):
         path = next(index.glob(name))
         _flip(path, path.stat().st_size // 2)
@@ -223,7 +229,7 @@ def test_damage_in_an_index_without_hashes_is_an_error_of_the_user(index, capfd)
                 search(index)
             except UserError as error:
                 assert "tunewell index" in (error.fix or "")
-            path.write_bytes(whole)
+            _replace(path, whole)
     assert capfd.readouterr().err == ""
 
 
