@@ -3,8 +3,11 @@
 import importlib
 import importlib.metadata
 import json
+import logging
 import urllib.parse
 import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +18,22 @@ from tunewell.core.errors import UserError
 def import_optional(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Import an optional dependency; raise UserError with the install command if it is missing."""
     try:
-        return importlib.import_module(module)
+        with quiet_bitsandbytes():
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise UserError(f"{purpose} needs `{module}`", fix=install_command(extra)) from error
+
+
+@contextmanager
+def quiet_bitsandbytes() -> Generator[None, None, None]:
+    """Hide a warning about a kernel that some CPUs miss, when PEFT or transformers import bitsandbytes."""
+    log = logging.getLogger("bitsandbytes")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def install_command(extra: str) -> str:

@@ -1,8 +1,6 @@
 """Check, before training or loading a model, that it can be exported to the targets of `export.to` or `--to`."""
 
-import logging
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,23 +65,10 @@ def require_tools(targets: Iterable[ExportTarget]) -> None:
     """Raise UserError with the install command if a package or llama.cpp is missing."""
     for target in targets:
         for package in target.requires.packages:
-            with _quiet_bitsandbytes():
-                import_optional(package, extra="export", purpose=f"the export target `{target.name}`")
+            import_optional(package, extra="export", purpose=f"the export target `{target.name}`")
         if target.requires.llama_cpp:
             find_llama()
         require_tools(load_targets(target.requires.targets))
-
-
-@contextmanager
-def _quiet_bitsandbytes() -> Generator[None, None, None]:
-    """Hide a warning: PEFT imports bitsandbytes, which misses a kernel on some CPUs that is not used here."""
-    log = logging.getLogger("bitsandbytes")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def preflight_facts(

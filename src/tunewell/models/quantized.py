@@ -10,7 +10,6 @@ The kernels of bitsandbytes are used, but not its layers: on CPUs with AVX512-BF
 an evaluation, and every later gradient is wrong.
 """
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -206,6 +205,4 @@ quantized_product.register_autograd(_product_grad, setup_context=_keep_parts)
 
 
 def _functional() -> Any:
-    # On some CPUs, its import logs a warning about a missing kernel that is not used here.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return import_optional("bitsandbytes.functional", extra="qlora", purpose="`method.quantize: nf4`")

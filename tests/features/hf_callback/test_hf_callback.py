@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -602,3 +604,11 @@ def test_a_run_in_fp32_is_not_advised_to_train_in_fp32() -> None:
     assert "fp32" in advice("not-finite", "gradient of `x`")
     assert "fp32" not in advice("not-finite", "gradient of `x`", is_fp32=True)
     assert "max_grad_norm" in advice("not-finite", "output of `x`", is_fp32=True)
+
+
+@pytest.mark.slow
+def test_importing_the_callback_prints_nothing() -> None:
+    """transformers imports bitsandbytes, which warned of a kernel that the callback does not use."""
+    code = "from tunewell import HealthCallback"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

@@ -17,14 +17,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers.trainer_callback import TrainerCallback
 
 from tunewell.core.errors import UserError
+from tunewell.core.optional import quiet_bitsandbytes
 from tunewell.core.units import count
 from tunewell.features.hf_callback.logs import HealthLog
 from tunewell.features.hf_callback.signals import SignalRecorder, StepSignals, locate_fault
 from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.training.health import Finding, HealthMonitor, RunContext, StepMetrics
+
+with quiet_bitsandbytes():
+    from transformers.trainer_callback import TrainerCallback
 
 _SHARE, _NATS = 0.05, 1e-3
 """Allowed difference between the model's loss and the logged loss, which averages micro-batches and is rounded."""
