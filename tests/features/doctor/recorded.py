@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tunewell.features.doctor.facts import Disk, Environment, ImportTrial, Machine, Package, Python, TorchBuild
+from tunewell.features.doctor.facts import Disk, Environment, ImportTrial, MachineFacts, Package, Python, TorchBuild
 from tunewell.machine.nvidia_smi import Gpu
 
 GIB = 1 << 30
@@ -43,7 +43,7 @@ def package(name: str, version: str, **more: Any) -> Package:
 
 def sound(versions: dict[str, str] | None = None, **more: Any) -> Environment:
     """Return a sound environment on a machine without a GPU."""
-    machine = Machine(
+    machine = MachineFacts(
         smi="missing",
         memory_bytes=32 * GIB,
         free_memory_bytes=20 * GIB,

@@ -13,7 +13,7 @@ from tunewell.core import optional
 from tunewell.core.errors import UserError
 from tunewell.features.doctor import imports, workflow
 from tunewell.features.doctor.facts import Environment, Package, Python
-from tunewell.features.doctor.findings import Diagnosis, Finding
+from tunewell.features.doctor.findings import EnvironmentProblem, EnvironmentReport
 
 
 @pytest.fixture
@@ -100,12 +100,14 @@ def test_known_good_versions_are_printed(place, capsys):
 
 def test_the_script_lists_manual_steps_as_comments():
     """Not everything can be fixed by a command; a command of two findings is run once."""
-    manual = Finding("disk-full", "broken", "the disk is full", "why", "delete files")
-    first = Finding("a", "broken", "x", "why", "fix", ["pip install y"])
-    script = Diagnosis([manual, first, first, Finding("n", "note", "z", "why", "fix", ["never"])]).fix_script()
+    manual = EnvironmentProblem("disk-full", "broken", "the disk is full", "why", "delete files")
+    first = EnvironmentProblem("a", "broken", "x", "why", "fix", ["pip install y"])
+    script = EnvironmentReport(
+        [manual, first, first, EnvironmentProblem("n", "note", "z", "why", "fix", ["never"])]
+    ).fix_script()
     assert "# by hand: delete files" in script
     assert script.count("pip install y") == 1 and "never" not in script
-    assert Diagnosis([]).fix_script().endswith("# nothing to fix")
+    assert EnvironmentReport([]).fix_script().endswith("# nothing to fix")
 
 
 def environment(*names):

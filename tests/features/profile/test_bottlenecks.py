@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tunewell.features.profile.bottlenecks import ProfileResult, covered_share, find_bottlenecks, time_by_part, verdict
-from tunewell.features.profile.records import Ceilings, Kernels, Profile, Rare, Reading, Trial
+from tunewell.features.profile.records import Ceilings, Kernels, Profile, Rare, ReadTimes, TriedSetting
 from tunewell.features.profile.screen import profile_screen
 
 RECORDED = Path(__file__).parent / "profiles"
@@ -80,8 +80,8 @@ def test_a_run_without_a_bottleneck_says_so() -> None:
     assert "50% of this machine's measured matrix rate" in told
 
 
-def _trial(key: str, value: int, ratio: float) -> Trial:
-    return Trial(key=key, value=value, seconds=0.1 * ratio, present_seconds=0.1)
+def _trial(key: str, value: int, ratio: float) -> TriedSetting:
+    return TriedSetting(key=key, value=value, seconds=0.1 * ratio, present_seconds=0.1)
 
 
 def test_the_smallest_value_near_the_best_is_recommended() -> None:
@@ -103,8 +103,8 @@ def test_rare_evaluations_are_spread_over_the_run() -> None:
 
 def test_a_disk_is_only_to_blame_if_a_copy_is_faster() -> None:
     slow = {"data": 0.2, "forward": 0.1}
-    disk = _profile(phases=slow, seconds=0.3, reading=Reading(copy_seconds=0.002, ahead_seconds=0.05))
-    reader = _profile(phases=slow, seconds=0.3, reading=Reading(copy_seconds=0.19, ahead_seconds=0.05))
+    disk = _profile(phases=slow, seconds=0.3, reading=ReadTimes(copy_seconds=0.002, ahead_seconds=0.05))
+    reader = _profile(phases=slow, seconds=0.3, reading=ReadTimes(copy_seconds=0.19, ahead_seconds=0.05))
     assert [found.key for found in find_bottlenecks(disk)] == ["corpus"]
     assert [found.key for found in find_bottlenecks(reader)] == ["train.read_ahead"]
     assert find_bottlenecks(reader)[0].after_seconds == pytest.approx(0.1)

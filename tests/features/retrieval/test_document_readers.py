@@ -3,7 +3,7 @@
 import pytest
 from sample_files import docx, pdf
 
-from tunewell.features.retrieval.readers.blocks import Block, ParsedDocument, Unreadable, decode
+from tunewell.features.retrieval.readers.blocks import ParsedDocument, TextBlock, Unreadable, decode
 from tunewell.features.retrieval.readers.docx import read_docx
 from tunewell.features.retrieval.readers.html import read_html
 from tunewell.features.retrieval.readers.markdown import read_markdown, read_text
@@ -335,4 +335,4 @@ def test_binary_data_is_not_text(data):
 
 def test_blocks_are_plain_data():
     """Readers of other formats build them by hand."""
-    assert Block("text", "x").lines is None
+    assert TextBlock("text", "x").lines is None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from toy_embedder import ToyEmbedder
 
 from tunewell.data.reading_prompt import Passage
-from tunewell.features.retrieval.documents import Document
+from tunewell.features.retrieval.documents import SourceDocument
 from tunewell.features.retrieval.embedders.base import open_embedder
 from tunewell.features.retrieval.passages import cut
 from tunewell.features.retrieval.readers.blocks import Unreadable
@@ -20,7 +20,7 @@ WORDS = st.text("abc漢字é.!? -|\n#*`\t<>", max_size=200)
 
 def passages(data: bytes, *, reader=read_markdown, title: str = "Title", max_tokens: int = 64) -> list[Passage]:
     embedder = ToyEmbedder(max_tokens=max_tokens)
-    document = Document("a.md", "0" * 64, title, reader(data))
+    document = SourceDocument("a.md", "0" * 64, title, reader(data))
     return list(cut(document, count_tokens=embedder.count_tokens, max_tokens=max_tokens))
 
 
@@ -45,7 +45,7 @@ def test_no_passage_is_longer_than_minilm_reads(text, form):
     """A real tokenizer counts other things than words: joined pieces can have more tokens than their sum."""
     embedder = _minilm()
     content = read_markdown(form.format(text * 3, text * 5).encode("utf-8", "replace"))
-    document = Document("a.md", "", text[:100] or "T", content)
+    document = SourceDocument("a.md", "", text[:100] or "T", content)
     found = list(cut(document, count_tokens=embedder.count_tokens, max_tokens=48))
     assert all(size <= 48 for size in embedder.count_tokens([passage.searched for passage in found]))
 

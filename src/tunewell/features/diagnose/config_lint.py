@@ -38,7 +38,7 @@ _NUMERIC = ("learning_rate", "lr", "weight_decay", "warmup_ratio", "gradient_acc
 
 
 @dataclass(frozen=True)
-class Value:
+class ConfigValue:
     """A value of a config: its text, whether it is quoted, and its line."""
 
     text: str
@@ -57,7 +57,7 @@ class Value:
             return None
 
 
-Keys = dict[str, Value]
+Keys = dict[str, ConfigValue]
 
 
 @lru_cache(maxsize=1)
@@ -144,11 +144,11 @@ def read_keys(lines: list[str]) -> Keys:
             key, _, quoted, plain = match.groups()
             value = quoted if quoted is not None else plain or ""
             if key not in found or (value and not found[key].text):
-                found[key] = Value(value, quoted is not None, number)
+                found[key] = ConfigValue(value, quoted is not None, number)
     return found
 
 
-def _zero3_device_map(keys: Keys) -> list[Value]:
+def _zero3_device_map(keys: Keys) -> list[ConfigValue]:
     stage = keys.get("zero_stage") or keys.get("stage")
     place = keys.get("device_map")
     is_zero3 = (stage is not None and stage.text == "3") or "z3" in getattr(keys.get("deepspeed"), "text", "")
@@ -157,33 +157,33 @@ def _zero3_device_map(keys: Keys) -> list[Value]:
     return [value for value in (stage, place) if value is not None]
 
 
-def _quoted_numbers(keys: Keys) -> list[Value]:
+def _quoted_numbers(keys: Keys) -> list[ConfigValue]:
     values = [keys[name] for name in _NUMERIC if name in keys]
     return [value for value in values if value.is_quoted and _QUOTED_NUMBER.fullmatch(value.text)]
 
 
-def _quantized_without_adapter(keys: Keys) -> list[Value]:
+def _quantized_without_adapter(keys: Keys) -> list[ConfigValue]:
     bits = [keys[name] for name in ("load_in_4bit", "load_in_8bit") if name in keys and keys[name].is_true]
     bits += [keys["quantization_bit"]] if keys.get("quantization_bit") and keys["quantization_bit"].number else []
     method = keys.get("finetuning_type") or keys.get("train_type") or keys.get("tuner_type")
     is_full = method is not None and method.text == "full"
     is_axolotl = "micro_batch_size" in keys and "base_model" in keys
-    has_no_adapter = is_axolotl and keys.get("adapter", Value("", False, 0)).text in ("", "null")
+    has_no_adapter = is_axolotl and keys.get("adapter", ConfigValue("", False, 0)).text in ("", "null")
     return [*bits, *([method] if method and is_full else [])] if bits and (is_full or has_no_adapter) else []
 
 
-def _rate_too_high(keys: Keys) -> list[Value]:
+def _rate_too_high(keys: Keys) -> list[ConfigValue]:
     rate = keys.get("learning_rate") or keys.get("lr")
     number = rate.number if rate is not None else None
     is_lora = bool(keys.keys() & {"lora_r", "lora_rank", "lora_alpha", "adapter", "lora_target"})
-    is_lora = is_lora or keys.get("kind", Value("", False, 0)).text in ("lora", "dora")  # tunewell's own config
+    is_lora = is_lora or keys.get("kind", ConfigValue("", False, 0)).text in ("lora", "dora")  # tunewell's own config
     limit = 3e-3 if is_lora else 1e-3
     if "muon" in getattr(keys.get("optimizer") or keys.get("optim"), "text", ""):
         return []  # its rates are not those of AdamW
     return [rate] if rate is not None and number is not None and number >= limit else []
 
 
-def _fp16_on_bf16(keys: Keys) -> list[Value]:
+def _fp16_on_bf16(keys: Keys) -> list[ConfigValue]:
     fp16 = keys.get("fp16")
     dtype = keys.get("torch_dtype") or keys.get("dtype")
     if fp16 is None or not fp16.is_true or dtype is None or dtype.text not in ("bfloat16", "float16", "torch.bfloat16"):
@@ -191,7 +191,7 @@ def _fp16_on_bf16(keys: Keys) -> list[Value]:
     return [fp16, dtype]
 
 
-_RULES: dict[str, Callable[[Keys], list[Value]]] = {
+_RULES: dict[str, Callable[[Keys], list[ConfigValue]]] = {
     "zero3-device-map": _zero3_device_map,
     "yaml-float-string": _quoted_numbers,
     "quantized-full-finetune": _quantized_without_adapter,

@@ -37,7 +37,7 @@ _LEAST_WORDS = 6
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FailureCandidate:
     """A class whose signature is complete in one document."""
 
     failure: FailureClass
@@ -64,12 +64,12 @@ class Candidate:
         return min((evidence.line for evidence in self.evidence), default=0)
 
 
-def find_candidates(reading: Reading) -> list[Candidate]:
+def find_candidates(reading: Reading) -> list[FailureCandidate]:
     """Return the classes that have a complete signature in a document."""
-    found: list[Candidate] = []
+    found: list[FailureCandidate] = []
     facts = {name for name in reading.facts if not (reading.prose and name.startswith("series:"))}
     for failure in load_classes().values():
-        best: Candidate | None = None
+        best: FailureCandidate | None = None
         for signature in failure.signatures:
             if signature.is_sentence and not reading.is_small:
                 continue
@@ -80,7 +80,7 @@ def find_candidates(reading: Reading) -> list[Candidate]:
                 continue
             evidence = [*evidence, *(shown for fact in signature.facts for shown in reading.facts[fact])]
             series = any(fact.startswith("series:") for fact in signature.facts)
-            one = Candidate(
+            one = FailureCandidate(
                 failure,
                 signature.confidence,
                 tuple(evidence),
@@ -104,7 +104,7 @@ def find_candidates(reading: Reading) -> list[Candidate]:
     return _with_guess(found, reading) if reading.prose else found
 
 
-def _doubted(candidate: Candidate, reading: Reading) -> Candidate:
+def _doubted(candidate: FailureCandidate, reading: Reading) -> FailureCandidate:
     """Return the candidate, with lower confidence if its evidence is not part of an error.
 
     Such evidence is only frames of a traceback, or sentences and settings far from every error.
@@ -124,7 +124,7 @@ def _doubted(candidate: Candidate, reading: Reading) -> Candidate:
     return candidate
 
 
-def _is_comment(candidate: Candidate, reading: Reading) -> bool:
+def _is_comment(candidate: FailureCandidate, reading: Reading) -> bool:
     """Return whether a candidate rests on a comment of a whole config, which explains settings and not a failure."""
     is_noted = any(shown.text.startswith("#") or " # " in shown.text for shown in candidate.evidence)
     is_config = not reading.is_report and len(reading.config) >= max(_WHOLE_CONFIG, reading.num_lines / 12)
@@ -163,7 +163,7 @@ def rank(readings: Sequence[Reading]) -> tuple[list[Finding], list[str]]:
     return findings[:_MAX_FINDINGS], notes
 
 
-def _with_guess(candidates: list[Candidate], reading: Reading) -> list[Candidate]:
+def _with_guess(candidates: list[FailureCandidate], reading: Reading) -> list[FailureCandidate]:
     """Add the class that sentences are most similar to. Where it contradicts a signature, both are less certain."""
     lines = enumerate(reading.prose.split("\n"), 1)
     described = [line for number, line in lines if line.strip() and number not in reading.advice]
@@ -185,12 +185,12 @@ def _with_guess(candidates: list[Candidate], reading: Reading) -> list[Candidate
     ]
     confidence -= _CLOSE if doubted else 0.0
     shown = Evidence(1, " ".join(reading.prose.split())[:300], reading.name)
-    return [*doubted, Candidate(failure, confidence, (shown,), True, False, None)]
+    return [*doubted, FailureCandidate(failure, confidence, (shown,), True, False, None)]
 
 
-def _merge(candidates: list[Candidate]) -> list[Candidate]:
+def _merge(candidates: list[FailureCandidate]) -> list[FailureCandidate]:
     """Keep the surest candidate of each class over all documents, with the evidence of all."""
-    by_id: dict[str, Candidate] = {}
+    by_id: dict[str, FailureCandidate] = {}
     for candidate in candidates:
         known = by_id.get(candidate.failure.id)
         if known is None:
@@ -201,7 +201,7 @@ def _merge(candidates: list[Candidate]) -> list[Candidate]:
     return list(by_id.values())
 
 
-def _order(candidates: list[Candidate]) -> list[tuple[Candidate, str | None]]:
+def _order(candidates: list[FailureCandidate]) -> list[tuple[FailureCandidate, str | None]]:
     """Sort by certainty, then move each consequence behind its cause."""
     ordered = sorted(candidates, key=_rank_key)
     if len(ordered) > 1 and ordered[0].is_sentence and ordered[1].is_sentence:
@@ -210,18 +210,18 @@ def _order(candidates: list[Candidate]) -> list[tuple[Candidate, str | None]]:
         if not related and first.score - second.score < _CLOSE:
             doubted = [replace(candidate, confidence=candidate.confidence - _DOUBT) for candidate in (first, second)]
             ordered = [*doubted, *ordered[2:]]
-    result: list[tuple[Candidate, str | None]] = []
+    result: list[tuple[FailureCandidate, str | None]] = []
     for candidate in ordered:
         result.append((candidate, _cause_of(candidate, ordered)))
     causes = [pair for pair in result if pair[1] is None]
     return [*causes, *(pair for pair in result if pair[1] is not None)] if causes else result
 
 
-def _rank_key(candidate: Candidate) -> tuple[float, int]:
+def _rank_key(candidate: FailureCandidate) -> tuple[float, int]:
     return -round(candidate.score, 2), candidate.line
 
 
-def _cause_of(candidate: Candidate, others: list[Candidate]) -> str | None:
+def _cause_of(candidate: FailureCandidate, others: list[FailureCandidate]) -> str | None:
     """Return the id of a finding that explains this one."""
     for other in others:
         if other is candidate or other.confidence < 0.5:
@@ -236,14 +236,14 @@ def _cause_of(candidate: Candidate, others: list[Candidate]) -> str | None:
     return None
 
 
-def _mutual(first: Candidate, second: Candidate) -> tuple[str, ...]:
+def _mutual(first: FailureCandidate, second: FailureCandidate) -> tuple[str, ...]:
     """Two classes that explain each other: the less certain one is the consequence."""
     if first.failure.id in second.failure.explains and first.confidence < second.confidence:
         return (second.failure.id,)
     return ()
 
 
-def _finding(candidate: Candidate, tool: str | None, because: str | None) -> Finding:
+def _finding(candidate: FailureCandidate, tool: str | None, because: str | None) -> Finding:
     failure = candidate.failure
     page = failure.page
     return Finding(
@@ -261,7 +261,7 @@ def _finding(candidate: Candidate, tool: str | None, because: str | None) -> Fin
     )
 
 
-def _unique(candidates: list[Candidate]) -> list[Evidence]:
+def _unique(candidates: list[FailureCandidate]) -> list[Evidence]:
     seen: dict[tuple[str | None, int, str], Evidence] = {}
     for candidate in candidates:
         for evidence in candidate.evidence:
@@ -269,7 +269,9 @@ def _unique(candidates: list[Candidate]) -> list[Evidence]:
     return list(seen.values())
 
 
-def _unexplained(readings: Sequence[Reading], strong: list[Candidate], harmless: list[Candidate]) -> list[Evidence]:
+def _unexplained(
+    readings: Sequence[Reading], strong: list[FailureCandidate], harmless: list[FailureCandidate]
+) -> list[Evidence]:
     """Return the lines with exceptions that are not near a failure's evidence, and not harmless themselves."""
     used = {(shown.file, shown.line) for candidate in strong for shown in candidate.evidence}
     near = {(file, line + offset) for file, line in used for offset in range(-3, 4)}
@@ -277,7 +279,7 @@ def _unexplained(readings: Sequence[Reading], strong: list[Candidate], harmless:
     return [error for reading in readings for error in reading.errors if (error.file, error.line) not in near]
 
 
-def _is_healthy(readings: Sequence[Reading], merged: list[Candidate], harmless: list[Candidate]) -> bool:
+def _is_healthy(readings: Sequence[Reading], merged: list[FailureCandidate], harmless: list[FailureCandidate]) -> bool:
     """Return whether enough was read to say that nothing is wrong."""
     if any(candidate.failure.id == UNKNOWN for candidate in merged):
         return False
@@ -287,7 +289,7 @@ def _is_healthy(readings: Sequence[Reading], merged: list[Candidate], harmless: 
 
 
 def _unknown(
-    errors: list[Evidence], decides: list[Candidate], hints: list[Candidate], readings: Sequence[Reading]
+    errors: list[Evidence], decides: list[FailureCandidate], hints: list[FailureCandidate], readings: Sequence[Reading]
 ) -> Finding:
     failure = load_classes()[UNKNOWN]
     page = failure.page

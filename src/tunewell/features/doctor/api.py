@@ -3,11 +3,11 @@
 from html import escape
 
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.features.doctor.findings import Diagnosis as DiagnosisRecord
+from tunewell.features.doctor.findings import EnvironmentReport
 from tunewell.features.doctor.workflow import doctor as run_doctor
 
 
-class Diagnosis(DiagnosisRecord):
+class Diagnosis(EnvironmentReport):
     """The result of `tunewell.doctor`: the findings, root causes first, and the facts of the environment."""
 
     def __repr__(self) -> str:

@@ -78,7 +78,7 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """The hardware and the system."""
 
     smi: SmiState = "not asked"
@@ -108,7 +108,7 @@ class Environment:
     shadowed: Sequence[str] = ()
     torch: TorchBuild | None = None
     bitsandbytes: Sequence[str] | None = None
-    machine: Machine = Machine()
+    machine: MachineFacts = MachineFacts()
     models: Sequence[ModelState] = ()
     imports: Sequence[ImportTrial] | None = None
     held_by_kernel: Sequence[tuple[str, str, str]] = ()

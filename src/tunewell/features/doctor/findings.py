@@ -15,7 +15,7 @@ EXIT_CODES: Mapping[Level, int] = {"broken": 4, "warning": 3, "note": 0}
 
 
 @dataclass(frozen=True)
-class Finding:
+class EnvironmentProblem:
     """One problem. `commands` mend it; an empty list means that a person must act, as `fix` says."""
 
     id: str
@@ -46,10 +46,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class EnvironmentReport:
     """The findings of one environment, root causes first, and the facts that are shown with them."""
 
-    findings: Sequence[Finding]
+    findings: Sequence[EnvironmentProblem]
     facts: Mapping[str, str] = field(default_factory=dict[str, str])
     num_checks: int = 0
     python: str = ""

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tunewell.features.doctor.facts import Disk, Machine
+from tunewell.features.doctor.facts import Disk, MachineFacts
 from tunewell.machine import machine as hardware
 from tunewell.machine.nvidia_smi import SmiAnswer, query_gpus
 from tunewell.machine.system import System
@@ -18,12 +18,12 @@ _VARIABLES = (
 )
 
 
-def read_machine(folders: Mapping[str, Path], *, is_fast: bool = False, system: System | None = None) -> Machine:
+def read_machine(folders: Mapping[str, Path], *, is_fast: bool = False, system: System | None = None) -> MachineFacts:
     """Return the facts of this machine. `is_fast` does not start nvidia-smi. `folders`: purpose -> folder of a run."""
     system = system or System()
     found = hardware.read_machine(system, asks_gpus=False)
     answer = SmiAnswer("not asked") if is_fast else query_gpus(system)
-    return Machine(
+    return MachineFacts(
         smi=answer.state,
         smi_message=answer.message,
         gpus=answer.gpus,

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 from tunewell.features.doctor.checks import gpu, machine, models, packages, versions
 from tunewell.features.doctor.facts import Environment
-from tunewell.features.doctor.findings import LEVELS, Finding
+from tunewell.features.doctor.findings import LEVELS, EnvironmentProblem
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """A check: its group, and the function that reads the facts."""
 
     group: str
-    run: Callable[[Environment], Iterable[Finding]]
+    run: Callable[[Environment], Iterable[EnvironmentProblem]]
 
     @property
     def name(self) -> str:
@@ -22,37 +22,37 @@ class Check:
         return self.run.__name__
 
 
-CHECKS: Sequence[Check] = (
-    Check("disk and memory", machine.disks),
-    Check("python", packages.python_version),
-    Check("python", packages.python_path),
-    Check("notebook", versions.notebook_kernel),
-    Check("packages", packages.training_packages),
-    Check("packages", packages.metadata),
-    Check("packages", packages.files),
-    Check("versions", versions.conflicts),
-    Check("packages", packages.numpy_abi),
-    Check("packages", packages.requirements),
-    Check("packages", packages.failed_imports),
-    Check("gpu", gpu.driver),
-    Check("gpu", gpu.torch_build),
-    Check("gpu", gpu.torch_sees_gpu),
-    Check("gpu", gpu.bitsandbytes_binary),
-    Check("gpu", gpu.emulated_bf16),
-    Check("gpu", gpu.busy_gpu),
-    Check("model", models.model_files),
-    Check("model", models.hub_access),
-    Check("model", models.model_size),
-    Check("disk and memory", machine.memory),
+CHECKS: Sequence[DoctorCheck] = (
+    DoctorCheck("disk and memory", machine.disks),
+    DoctorCheck("python", packages.python_version),
+    DoctorCheck("python", packages.python_path),
+    DoctorCheck("notebook", versions.notebook_kernel),
+    DoctorCheck("packages", packages.training_packages),
+    DoctorCheck("packages", packages.metadata),
+    DoctorCheck("packages", packages.files),
+    DoctorCheck("versions", versions.conflicts),
+    DoctorCheck("packages", packages.numpy_abi),
+    DoctorCheck("packages", packages.requirements),
+    DoctorCheck("packages", packages.failed_imports),
+    DoctorCheck("gpu", gpu.driver),
+    DoctorCheck("gpu", gpu.torch_build),
+    DoctorCheck("gpu", gpu.torch_sees_gpu),
+    DoctorCheck("gpu", gpu.bitsandbytes_binary),
+    DoctorCheck("gpu", gpu.emulated_bf16),
+    DoctorCheck("gpu", gpu.busy_gpu),
+    DoctorCheck("model", models.model_files),
+    DoctorCheck("model", models.hub_access),
+    DoctorCheck("model", models.model_size),
+    DoctorCheck("disk and memory", machine.memory),
 )
 
 
-def run_checks(facts: Environment, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+def run_checks(facts: Environment, checks: Sequence[DoctorCheck] = CHECKS) -> list[EnvironmentProblem]:
     """Return the findings, broken ones first, in the order of the checks.
 
     A failed import of a package that an earlier finding explains is evidence of that finding.
     """
-    found: list[Finding] = []
+    found: list[EnvironmentProblem] = []
     for check in checks:
         for finding in check.run(facts):
             finding = replace(finding, group=check.group)
@@ -66,7 +66,7 @@ def run_checks(facts: Environment, checks: Sequence[Check] = CHECKS) -> list[Fin
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
-def _cause(finding: Finding, found: Sequence[Finding]) -> int | None:
+def _cause(finding: EnvironmentProblem, found: Sequence[EnvironmentProblem]) -> int | None:
     """Return the index of an earlier finding that explains a failed import or an unmet requirement, or None."""
     is_import, is_requirement = finding.id.startswith("import-"), finding.id.startswith("requirement-")
     for index, cause in enumerate(found):

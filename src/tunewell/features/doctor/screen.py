@@ -6,10 +6,10 @@ from tunewell.cli.render import folded_table, hanging, json_text
 from tunewell.core.units import count, duration
 
 if TYPE_CHECKING:
-    from tunewell.features.doctor.findings import Diagnosis, Finding
+    from tunewell.features.doctor.findings import EnvironmentProblem, EnvironmentReport
 
 
-def doctor_screen(found: "Diagnosis") -> str:
+def doctor_screen(found: "EnvironmentReport") -> str:
     """Return the screen: the facts, the findings with their fixes, and the result."""
     parts = [folded_table([[name, text] for name, text in found.facts.items()])]
     parts += ["\n" + finding_lines(finding) for finding in found.findings]
@@ -25,7 +25,7 @@ def doctor_screen(found: "Diagnosis") -> str:
     return "\n".join([*parts, "", f"{', '.join(result)}; {checked}", *following])
 
 
-def finding_lines(finding: "Finding") -> str:
+def finding_lines(finding: "EnvironmentProblem") -> str:
     """Return one finding: what, why and the fix."""
     lines = [hanging(f"{finding.level}  ", f"{finding.id}: {finding.what}"), hanging("  why:  ", finding.why)]
     lines.append(hanging("  fix:  ", finding.fix))

@@ -12,7 +12,7 @@ from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.registry import REGISTRIES
 from tunewell.core.units import count, size_bytes
 from tunewell.features.doctor.facts import Environment, read_packages
-from tunewell.features.doctor.findings import TRAINING, Diagnosis, Finding
+from tunewell.features.doctor.findings import TRAINING, EnvironmentProblem, EnvironmentReport
 from tunewell.features.doctor.machine import read_machine
 from tunewell.features.doctor.registry import CHECKS, run_checks
 from tunewell.model_files.checks import hub_cache, hub_problem, read_models
@@ -29,7 +29,7 @@ def doctor(
     is_fast: bool = False,
     is_kernel: bool = False,
     progress: ProgressListener = silent,
-) -> Diagnosis:
+) -> EnvironmentReport:
     """Check this environment, or the one of another interpreter `python`.
 
     The config of the current folder names the model and the run folder; a config with errors is a finding. `is_fast`
@@ -53,7 +53,7 @@ def doctor(
         facts = replace(facts, imports=trials)
     plugins, broken = _check_plugins(is_fast=is_fast) if python is None else ("", [])
     findings = [*run_checks(facts), *([problem] if problem else []), *broken]
-    return Diagnosis(
+    return EnvironmentReport(
         findings,
         facts=describe(facts) | ({"plugins": plugins} if plugins else {}),
         num_checks=len(CHECKS),
@@ -62,21 +62,23 @@ def doctor(
     )
 
 
-def _check_plugins(*, is_fast: bool) -> tuple[str, list[Finding]]:
+def _check_plugins(*, is_fast: bool) -> tuple[str, list[EnvironmentProblem]]:
     """Return the installed plugins with their folders, and a finding for each that cannot be imported."""
-    plugins, broken = find_plugins(), list[Finding]()
+    plugins, broken = find_plugins(), list[EnvironmentProblem]()
     for plugin in [] if is_fast else plugins:
         try:
             registry = REGISTRIES.get(plugin.group)
             registry.read(plugin) if registry else plugin.load()
         except UserError as error:
             broken.append(
-                Finding("plugin-broken", "warning", error.what, error.where or "", error.fix or "", group="plugins")
+                EnvironmentProblem(
+                    "plugin-broken", "warning", error.what, error.where or "", error.fix or "", group="plugins"
+                )
             )
     return "; ".join(f"{plugin} in {plugin.folder}" for plugin in plugins), broken
 
 
-def _load(config: Path | None) -> "tuple[LoadedConfig | None, Finding | None]":
+def _load(config: Path | None) -> "tuple[LoadedConfig | None, EnvironmentProblem | None]":
     try:
         from tunewell.config.load import load_config
 
@@ -84,7 +86,7 @@ def _load(config: Path | None) -> "tuple[LoadedConfig | None, Finding | None]":
     except UserError as error:
         what = f"the config cannot be read: {error.what}"
         fix = error.fix or "correct it"
-        return None, Finding("config-invalid", "warning", what, error.where or "", fix, group="config")
+        return None, EnvironmentProblem("config-invalid", "warning", what, error.where or "", fix, group="config")
     except ImportError:
         return None, None  # a broken requirement of tunewell, which the checks report
 

@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from tunewell.core.units import count, duration, percent
-from tunewell.features.profile.records import Profile, Trial
+from tunewell.features.profile.records import Profile, TriedSetting
 
 _MIN_GAIN = 1.05
 _EVALUATION_SHARE, _CHECKPOINT_SHARE = 0.05, 0.02
@@ -215,11 +215,13 @@ def _data(profile: Profile) -> Iterator[Bottleneck]:
         yield Bottleneck("data", cause, "train.read_ahead", "true", profile.total_seconds, rest + hidden)
 
 
-def _tried(profile: Profile, key: str) -> list[Trial]:
+def _tried(profile: Profile, key: str) -> list[TriedSetting]:
     return [trial for trial in profile.trials if trial.key == key]
 
 
-def _trial(name: str, key: str, cause: Callable[[Profile, Trial], str]) -> Callable[[Profile], Iterator[Bottleneck]]:
+def _trial(
+    name: str, key: str, cause: Callable[[Profile, TriedSetting], str]
+) -> Callable[[Profile], Iterator[Bottleneck]]:
     """Return a rule that takes the smallest value whose time is within 3% of the best."""
 
     def rule(profile: Profile) -> Iterator[Bottleneck]:
@@ -238,17 +240,17 @@ def _trial(name: str, key: str, cause: Callable[[Profile, Trial], str]) -> Calla
     return rule
 
 
-def _threads_cause(profile: Profile, trial: Trial) -> str:
+def _threads_cause(profile: Profile, trial: TriedSetting) -> str:
     times = trial.present_seconds / trial.seconds
     return f"A step takes {times:.1f} times as long with {count(profile.threads, 'thread')} as with {trial.value}"
 
 
-def _micro_batch_cause(profile: Profile, trial: Trial) -> str:
+def _micro_batch_cause(profile: Profile, trial: TriedSetting) -> str:
     number = count(round(profile.micro_batches or 1), "micro-batch", "micro-batches")
     return f"A step is computed in {number} of at most {count(profile.micro_batch_tokens)} tokens"
 
 
-def _recompute_cause(profile: Profile, trial: Trial) -> str:
+def _recompute_cause(profile: Profile, trial: TriedSetting) -> str:
     return f"Recomputing activations takes {percent(1 - trial.ratio, 0)} of the forward and backward passes"
 
 

@@ -23,7 +23,7 @@ class Rare(Record):
     """The part of `seconds` in which held-out questions are answered."""
 
 
-class Trial(Record):
+class TriedSetting(Record):
     """Another value of a setting, tried on the same documents in turn with the present value."""
 
     key: str
@@ -61,7 +61,7 @@ class Ceilings(Record):
     """Bytes read and written per second by a large copy."""
 
 
-class Reading(Record):
+class ReadTimes(Record):
     """The time to read the documents of a step in other ways; None if it was not measured."""
 
     copy_seconds: float | None = None
@@ -110,8 +110,8 @@ class Profile(Record):
     ceilings: Ceilings | None = None
     compute_seconds: float | None = None
     """Forward and backward pass of a step while no checkpoint is written; `phases` may be slower."""
-    trials: list[Trial] = Field(default_factory=list[Trial])
-    reading: Reading = Reading()
+    trials: list[TriedSetting] = Field(default_factory=list[TriedSetting])
+    reading: ReadTimes = ReadTimes()
     settings: dict[str, int | str] = Field(default_factory=dict[str, int | str])
     """Present values of the settings that a fix may change, by key."""
     notes: list[str] = Field(default_factory=list[str])

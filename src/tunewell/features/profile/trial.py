@@ -24,7 +24,7 @@ from tunewell.features.profile.ceilings import measure_ceilings, synchronize
 from tunewell.features.profile.finished import make_profile, mean_phases
 from tunewell.features.profile.kernels import KernelTrace
 from tunewell.features.profile.processor import ProcessorWait
-from tunewell.features.profile.records import Profile, Rare, Reading, Trial
+from tunewell.features.profile.records import Profile, Rare, ReadTimes, TriedSetting
 from tunewell.machine.device import useful_threads
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.records.plan import Plan
@@ -134,7 +134,7 @@ def profile_steps(
             "corpus": run.config.corpus,
         },
     )
-    reading = Reading()
+    reading = ReadTimes()
     if phases.get("data", 0.0) > _MIN_DATA_SHARE * profile.seconds:
         reading = _measure_reading(run, documents, copy)
     return profile.model_copy(update={"reading": reading, "notes": _notes(profile.seconds, phases.get(PROCESSOR, 0.0))})
@@ -245,7 +245,7 @@ class _Trials:
         self.num_tokens = sum(batch.num_tokens for batch in self.batches)
         self.present_seconds: float | None = None
 
-    def measure(self, listener: Callable[[Event], None]) -> list[Trial]:
+    def measure(self, listener: Callable[[Event], None]) -> list[TriedSetting]:
         """Return the time of each variant. A variant that runs out of memory is left out."""
         if self._is_compiled:  # the present kernels are compiled, and those of a variant would not be
             return []
@@ -268,7 +268,7 @@ class _Trials:
                     free_memory(error)
         usual = statistics.median(present)
         measured = [
-            Trial(key=key, value=value, seconds=statistics.median(found), present_seconds=usual)
+            TriedSetting(key=key, value=value, seconds=statistics.median(found), present_seconds=usual)
             for (key, value, _, _), found in zip(variants, times, strict=True)
             if len(found) == _ROUNDS
         ]
@@ -323,7 +323,7 @@ class _Trials:
             self._learner.recompute("on")
 
 
-def _measure_reading(run: Run, documents: Numbers, copy: Callable[[], TokenizedDocuments | None]) -> Reading:
+def _measure_reading(run: Run, documents: Numbers, copy: Callable[[], TokenizedDocuments | None]) -> ReadTimes:
     """Read the documents of a step from a copy of the corpus, and with several threads."""
     ahead, copied = ReadAhead(run.documents), copy()
     started = time.perf_counter()
@@ -332,7 +332,7 @@ def _measure_reading(run: Run, documents: Numbers, copy: Callable[[], TokenizedD
         ahead.arrays(int(document))
     ahead_seconds = time.perf_counter() - started
     if copied is None:
-        return Reading(ahead_seconds=ahead_seconds)
+        return ReadTimes(ahead_seconds=ahead_seconds)
     started = time.perf_counter()
     make_batch(copied, documents)
-    return Reading(copy_seconds=time.perf_counter() - started, ahead_seconds=ahead_seconds)
+    return ReadTimes(copy_seconds=time.perf_counter() - started, ahead_seconds=ahead_seconds)

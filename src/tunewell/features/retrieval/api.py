@@ -10,11 +10,11 @@ from tunewell.library.progress import Show, shown
 from tunewell.library.results import TrainResult, as_result, html_table
 
 
-class Answer(IndexAnswer):
+class AskResult(IndexAnswer):
     """The result of `tunewell.ask`: `answer`, `refused`, and `sources` with file, heading, lines, text and score."""
 
     def __repr__(self) -> str:
-        return f"Answer({self.answer!r}, refused={self.refused}, sources={len(self.sources)})"
+        return f"AskResult({self.answer!r}, refused={self.refused}, sources={len(self.sources)})"
 
     def _repr_html_(self) -> str:
         rows = [(f"[{one.number}] {one.heading}", f"{one.file}, {one.lines}: {one.quote}") for one in self.sources]
@@ -53,7 +53,7 @@ def ask(
     num_passages: int | None = None,
     max_new_tokens: int = 256,
     device: str = "auto",
-) -> Answer:
+) -> AskResult:
     """Answer a question from an index with a model: a run, an adapter, a model, a `.gguf` file or `URL#MODEL`.
 
     The index and the model are opened for each call. Raises UserError if one of them is missing.
@@ -68,4 +68,4 @@ def ask(
     )
     for _ in chat.ask(question):
         pass
-    return as_result(Answer, chat.answer)
+    return as_result(AskResult, chat.answer)

@@ -145,7 +145,7 @@ def _is_index(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Document:
+class SourceDocument:
     """A document that was read."""
 
     name: str
@@ -170,10 +170,10 @@ def read_bytes(file: FoundFile) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def parse(file: FoundFile, data: bytes, sha256: str) -> Document:
+def parse(file: FoundFile, data: bytes, sha256: str) -> SourceDocument:
     """Parse the bytes of a document by its extension. Raise Unreadable if there is no text in it."""
     content: ParsedDocument = READERS.load(file.path.suffix.lower())(data)
     if not any(block.kind != "heading" and block.text.strip() for block in content.blocks):
         raise Unreadable("no_text")
     title = content.title or file.path.stem.replace("-", " ").replace("_", " ")
-    return Document(file.name, sha256, " ".join(title.split())[:200], content)
+    return SourceDocument(file.name, sha256, " ".join(title.split())[:200], content)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tunewell.data.reading_prompt import Passage
-from tunewell.features.retrieval.documents import Document
-from tunewell.features.retrieval.readers.blocks import Block
+from tunewell.features.retrieval.documents import SourceDocument
+from tunewell.features.retrieval.readers.blocks import TextBlock
 
 _MAX_CHARS_PER_TOKEN = 32
 """Texts with more characters per token of space are split without counting; English has about four."""
@@ -24,10 +24,10 @@ TokenCounter = Callable[[list[str]], list[int]]
 """Return the number of tokens of each text, without special tokens."""
 
 
-def cut(document: Document, *, count_tokens: TokenCounter, max_tokens: int) -> Iterator[Passage]:
+def cut(document: SourceDocument, *, count_tokens: TokenCounter, max_tokens: int) -> Iterator[Passage]:
     """Yield the passages of a document in reading order. Each has at most `max_tokens`, headings included."""
     headings: list[tuple[int, str]] = []
-    section: list[Block] = []
+    section: list[TextBlock] = []
     for block in document.content.blocks:
         if _is_row(block) and len(section) >= _MAX_ROWS:  # a row never shares a passage with what is before it
             yield from _section(document, headings, section, count_tokens, max_tokens)
@@ -42,9 +42,9 @@ def cut(document: Document, *, count_tokens: TokenCounter, max_tokens: int) -> I
 
 
 def _section(
-    document: Document,
+    document: SourceDocument,
     headings: list[tuple[int, str]],
-    blocks: list[Block],
+    blocks: list[TextBlock],
     count_tokens: TokenCounter,
     max_tokens: int,
 ) -> Iterator[Passage]:
@@ -83,9 +83,9 @@ def _halves(passage: Passage, size: int, count_tokens: TokenCounter, max_tokens:
             yield from _halves(half, count_tokens([half.searched])[0], count_tokens, max_tokens)
 
 
-def _groups(blocks: list[Block], count_tokens: TokenCounter, space: int) -> Iterator[list[Block]]:
+def _groups(blocks: list[TextBlock], count_tokens: TokenCounter, space: int) -> Iterator[list[TextBlock]]:
     """Yield runs of consecutive blocks that fit together. A block that is too long is split first."""
-    group: list[Block] = []
+    group: list[TextBlock] = []
     used = 0
     pieces = [piece for block in blocks for piece in _pieces(block, count_tokens, space)]
     sizes = count_tokens([piece.text for piece in pieces])
@@ -101,11 +101,11 @@ def _groups(blocks: list[Block], count_tokens: TokenCounter, space: int) -> Iter
         yield group
 
 
-def _is_row(block: Block) -> bool:
+def _is_row(block: TextBlock) -> bool:
     return block.kind == "row"
 
 
-def _pieces(block: Block, count_tokens: TokenCounter, space: int) -> Iterator[Block]:
+def _pieces(block: TextBlock, count_tokens: TokenCounter, space: int) -> Iterator[TextBlock]:
     """Yield a block, or its parts if it is too long: lines of lists and tables, sentences, and at last words."""
     if _sizes([block.text], count_tokens, space)[0] <= space:
         yield block
@@ -137,7 +137,7 @@ def _sizes(texts: list[str], count_tokens: TokenCounter, space: int) -> list[int
     return [space + 1 if too_long else next(counted) for too_long in is_long]
 
 
-def _units(block: Block, skipped: int) -> tuple[list[tuple[str, tuple[int, int] | None]], str]:
+def _units(block: TextBlock, skipped: int) -> tuple[list[tuple[str, tuple[int, int] | None]], str]:
     """Return the lines or sentences of a block after its first lines, and what joins them."""
     lines = block.text.split("\n")
     if block.kind != "text" and len(lines) > 1:
@@ -148,11 +148,11 @@ def _units(block: Block, skipped: int) -> tuple[list[tuple[str, tuple[int, int] 
     return [(sentence, block.lines) for sentence in sentences], " "
 
 
-def _joined(block: Block, units: list[tuple[str, tuple[int, int] | None]], joint: str, header: str) -> Block:
+def _joined(block: TextBlock, units: list[tuple[str, tuple[int, int] | None]], joint: str, header: str) -> TextBlock:
     spans = [line for _, span in units if span for line in span]
     text = joint.join(text for text, _ in units)
     lines = (min(spans), max(spans)) if spans else None
-    return Block(block.kind, f"{header}\n{text}" if header else text, lines=lines, page=block.page, header=header)
+    return TextBlock(block.kind, f"{header}\n{text}" if header else text, lines=lines, page=block.page, header=header)
 
 
 def _word_groups(text: str, count_tokens: TokenCounter, space: int) -> Iterator[str]:

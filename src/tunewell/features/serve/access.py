@@ -94,7 +94,7 @@ def _host_name(host: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Address:
+class ListeningAddress:
     """The address of the server and its open socket."""
 
     listener: socket.socket
@@ -135,7 +135,7 @@ def read_token(file: Path | None) -> str | None:
     return token
 
 
-def listen(host: str, port: int, *, has_token: bool) -> Address:
+def listen(host: str, port: int, *, has_token: bool) -> ListeningAddress:
     """Listen on a port, or on a free port if it is 0; raise UserError for a public address without a token."""
     family, address = _resolve(host, port)
     # The checked address is also the bound address: a second lookup of the name could return a different one.
@@ -156,7 +156,7 @@ def listen(host: str, port: int, *, has_token: bool) -> Address:
             f"cannot listen on port {port} of `{host}`: {(error.strerror or str(error)).lower()}",
             fix="choose another port with `--port`; `--port 0` chooses a free port",
         ) from error
-    return Address(listener, address[0], listener.getsockname()[1])
+    return ListeningAddress(listener, address[0], listener.getsockname()[1])
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:

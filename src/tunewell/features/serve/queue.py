@@ -69,7 +69,7 @@ class ServedModel:
         return StreamDecoder(self._model.tokenizer.backend)
 
 
-class Generation:
+class QueuedAnswer:
     """A running generation: the chunks of the answer, then its finish reason."""
 
     def __init__(self, prompt: Prompt, *, max_new_tokens: int, decoding: Decoding, stops: Sequence[str] = ()) -> None:

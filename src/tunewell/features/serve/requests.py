@@ -80,7 +80,7 @@ def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class ChatMessage(_Strict):
+class RequestMessage(_Strict):
     """One message of a request."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -98,7 +98,7 @@ class ChatRequest(_Strict):
     """A chat completion request with the supported parameters."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[RequestMessage] = Field(min_length=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(None, ge=1)

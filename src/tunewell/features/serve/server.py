@@ -31,7 +31,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.features.serve.access import BrowserGuard, TokenGuard
 from tunewell.features.serve.connections import max_files
-from tunewell.features.serve.queue import Generation, ServedModel
+from tunewell.features.serve.queue import QueuedAnswer, ServedModel
 from tunewell.features.serve.requests import ApiError, ChatRequest, read_request, shortened
 
 MAX_BODY_BYTES = 4 << 20
@@ -134,7 +134,7 @@ class _Handlers:
         # Two pools with one thread each: the encoder is not thread-safe, and prompts must not wait for running answers.
         self._encoding_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._generation_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
-        self._generations: WeakSet[Generation] = WeakSet()
+        self._generations: WeakSet[QueuedAnswer] = WeakSet()
         self._requests: Counter[str] = Counter()
         # A chat template adds at least two tokens to a message.
         self._max_messages = min(MAX_MESSAGES, model.context_length // 2)
@@ -195,7 +195,7 @@ class _Handlers:
             message = f"unknown model `{shortened(name)}`; this server has `{self._model.name}`"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def _generation(self, body: ChatRequest) -> Generation:
+    async def _generation(self, body: ChatRequest) -> QueuedAnswer:
         encoding = asyncio.get_running_loop().run_in_executor(
             self._encoding_thread, self._model.encode, body.conversation(), body.max_new_tokens
         )
@@ -212,13 +212,13 @@ class _Handlers:
             )
             raise ApiError(400, message, code="context_length_exceeded", param="messages")
         limit = min(body.max_new_tokens, num_free)
-        return Generation(prompt, max_new_tokens=limit, decoding=body.decoding, stops=body.stop)
+        return QueuedAnswer(prompt, max_new_tokens=limit, decoding=body.decoding, stops=body.stop)
 
 
 class _Stream(StreamingResponse):
     """A streaming response that cancels the generation when the client disconnects."""
 
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes], *, on_end: Callable[[], None]) -> None:
+    def __init__(self, generation: QueuedAnswer, events: AsyncIterator[bytes], *, on_end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._generation, self._on_end = generation, on_end
 
@@ -230,7 +230,7 @@ class _Stream(StreamingResponse):
             self._on_end()
 
 
-async def _events(generation: Generation, reply: ReplyObjects, *, with_usage: bool) -> AsyncIterator[bytes]:
+async def _events(generation: QueuedAnswer, reply: ReplyObjects, *, with_usage: bool) -> AsyncIterator[bytes]:
     yield _event(reply.chunk(role="assistant", content=""))
     async for text in generation.chunks():
         yield _event(reply.chunk(content=text))
@@ -245,7 +245,7 @@ async def _events(generation: Generation, reply: ReplyObjects, *, with_usage: bo
     yield b"data: [DONE]\n\n"
 
 
-async def _complete(request: Request, generation: Generation, reply: ReplyObjects) -> Response:
+async def _complete(request: Request, generation: QueuedAnswer, reply: ReplyObjects) -> Response:
     """Return the complete answer, unless the client disconnects first."""
     text = asyncio.ensure_future(_collect(generation))
     disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
@@ -261,7 +261,7 @@ async def _complete(request: Request, generation: Generation, reply: ReplyObject
         disconnect.cancel()
 
 
-async def _collect(generation: Generation) -> str:
+async def _collect(generation: QueuedAnswer) -> str:
     text = "".join([chunk async for chunk in generation.chunks()])
     if generation.failure is not None:
         raise generation.failure
@@ -273,7 +273,7 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _usage(generation: Generation) -> CompletionUsage:
+def _usage(generation: QueuedAnswer) -> CompletionUsage:
     asked, answered = len(generation.prompt_ids), generation.num_tokens
     return CompletionUsage(prompt_tokens=asked, completion_tokens=answered, total_tokens=asked + answered)
 

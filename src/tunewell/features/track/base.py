@@ -53,7 +53,7 @@ class Tracker(Protocol):
 
 
 @dataclass
-class Progress:
+class SentState:
     """What was sent so far; stored beside the run."""
 
     number: int = 0

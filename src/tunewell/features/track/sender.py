@@ -19,7 +19,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, read_bytes, write_atomic
 from tunewell.core.redact import redact
 from tunewell.evaluation.comparison import flat_settings
-from tunewell.features.track.base import Point, Progress, TrackedRun, Tracker
+from tunewell.features.track.base import Point, SentState, TrackedRun, Tracker
 from tunewell.records.events import with_numbers
 from tunewell.records.healing import HEALING
 from tunewell.runs.state import EVENTS, StoredRun, read_object
@@ -45,7 +45,7 @@ class Sender:
         folder.mkdir(exist_ok=True)
         self._lock = FolderLock.take(folder / f"{name}.lock", doing=f"sending `{run}` to `{name}`")
         self._state_path, self._seen_path = folder / f"{name}.json", folder / f"{name}.seen"
-        self._progress = Progress(**read_object(self._state_path))
+        self._progress = SentState(**read_object(self._state_path))
         self._seen = _read_seen(self._seen_path)
         try:
             self._tracker: Tracker = TRACKERS.load(name)()

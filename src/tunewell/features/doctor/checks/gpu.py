@@ -8,7 +8,7 @@ from packaging.version import InvalidVersion, Version
 
 from tunewell.core.units import size_bytes
 from tunewell.features.doctor.facts import Environment
-from tunewell.features.doctor.findings import Finding, pip_install
+from tunewell.features.doctor.findings import EnvironmentProblem, pip_install
 from tunewell.machine.nvidia_smi import Gpu
 from tunewell.machine.shield import TorchWheel, read_shield
 
@@ -18,13 +18,13 @@ _FULL_SHARE = 0.2
 _INDEX = "https://download.pytorch.org/whl/"
 
 
-def driver(facts: Environment) -> Iterator[Finding]:
+def driver(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find a GPU that nvidia-smi does not report, and an nvidia-smi that hangs, fails or prints something else."""
     machine = facts.machine
     num_known = machine.num_pci_gpus or (1 if machine.kernel_driver else 0)
     message = machine.smi_message
     if machine.smi == "missing" and machine.num_pci_gpus and not machine.kernel_driver:
-        yield Finding(
+        yield EnvironmentProblem(
             "gpu-no-driver",
             "broken",
             "this machine has an NVIDIA GPU, but no driver",
@@ -32,7 +32,7 @@ def driver(facts: Environment) -> Iterator[Finding]:
             "install the NVIDIA driver; in a container, start it with `--gpus all`",
         )
     elif machine.smi == "hangs":
-        yield Finding(
+        yield EnvironmentProblem(
             "nvidia-smi-hangs",
             "broken",
             f"nvidia-smi hangs: {message}",
@@ -40,7 +40,7 @@ def driver(facts: Environment) -> Iterator[Finding]:
             "restart the machine; `sudo dmesg | grep -i xid` shows the driver's errors",
         )
     elif machine.smi == "fails" and "version mismatch" in message.lower():
-        yield Finding(
+        yield EnvironmentProblem(
             "gpu-driver-mismatch",
             "broken",
             "the NVIDIA driver was updated, but the old kernel module is still loaded",
@@ -48,7 +48,7 @@ def driver(facts: Environment) -> Iterator[Finding]:
             "restart the machine",
         )
     elif machine.smi in ("fails", "unreadable") and (num_known or machine.smi == "fails"):
-        yield Finding(
+        yield EnvironmentProblem(
             "nvidia-smi-fails",
             "broken" if num_known else "warning",
             f"nvidia-smi does not list the GPUs: {message}",
@@ -58,7 +58,7 @@ def driver(facts: Environment) -> Iterator[Finding]:
             "reinstall the NVIDIA driver; in a container, start it with `--gpus all`",
         )
     elif machine.smi == "unreadable":
-        yield Finding(
+        yield EnvironmentProblem(
             "nvidia-smi-unreadable",
             "warning",
             f"nvidia-smi printed no table: `{message}`",
@@ -67,7 +67,7 @@ def driver(facts: Environment) -> Iterator[Finding]:
         )
 
 
-def torch_build(facts: Environment) -> Iterator[Finding]:
+def torch_build(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find a torch without CUDA beside a GPU, and a wheel that the driver or the GPU does not support."""
     torch, gpus = facts.torch, facts.machine.gpus
     if torch is None or torch.hip or facts.machine.variables.get("CUDA_VISIBLE_DEVICES") == "-1":
@@ -90,10 +90,10 @@ def torch_build(facts: Environment) -> Iterator[Finding]:
             return
 
 
-def _cpu_build(facts: Environment, gpu: Gpu) -> Finding:
+def _cpu_build(facts: Environment, gpu: Gpu) -> EnvironmentProblem:
     assert facts.torch is not None
     command, text = _cuda_wheel(facts, _major(gpu.driver), gpu.capability)
-    return Finding(
+    return EnvironmentProblem(
         "torch-cpu-build",
         "broken",
         f"torch {facts.torch.version} has no CUDA, but this machine has a {gpu.name}",
@@ -105,11 +105,11 @@ def _cpu_build(facts: Environment, gpu: Gpu) -> Finding:
     )
 
 
-def _old_driver(facts: Environment, found: str, needed: int, evidence: str) -> Finding:
+def _old_driver(facts: Environment, found: str, needed: int, evidence: str) -> EnvironmentProblem:
     assert facts.torch is not None
     capability = facts.machine.gpus[0].capability if facts.machine.gpus else None
     command, text = _cuda_wheel(facts, _major(found), capability)
-    return Finding(
+    return EnvironmentProblem(
         "driver-too-old",
         "broken",
         f"the NVIDIA driver {found} is too old for torch {facts.torch.version}, built for CUDA {facts.torch.cuda}",
@@ -121,10 +121,10 @@ def _old_driver(facts: Environment, found: str, needed: int, evidence: str) -> F
     )
 
 
-def _other_generation(facts: Environment, gpu: Gpu) -> Finding:
+def _other_generation(facts: Environment, gpu: Gpu) -> EnvironmentProblem:
     assert facts.torch is not None and gpu.capability is not None
     command, text = _cuda_wheel(facts, _major(gpu.driver), gpu.capability)
-    return Finding(
+    return EnvironmentProblem(
         "gpu-generation",
         "broken",
         f"torch {facts.torch.version} (CUDA {facts.torch.cuda}) has no kernels for {gpu.name}, "
@@ -185,12 +185,12 @@ def _cuda_wheel(facts: Environment, driver: int, capability: tuple[int, int] | N
     return [], "update the driver; no torch wheel supports this one"
 
 
-def emulated_bf16(facts: Environment) -> Iterator[Finding]:
+def emulated_bf16(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find a GPU that emulates bf16, although torch calls it supported."""
     old = [gpu for gpu in facts.machine.gpus if gpu.capability is not None and gpu.capability < _AMPERE]
     if old:
         is_set = facts.precision == "bf16"
-        yield Finding(
+        yield EnvironmentProblem(
             "bf16-emulated",
             "warning" if is_set else "note",
             f"{old[0].name} has no bf16 units and emulates bf16",
@@ -200,11 +200,11 @@ def emulated_bf16(facts: Environment) -> Iterator[Finding]:
         )
 
 
-def busy_gpu(facts: Environment) -> Iterator[Finding]:
+def busy_gpu(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find GPUs whose memory other programs hold."""
     for index, gpu in enumerate(facts.machine.gpus):
         if gpu.memory_bytes and gpu.free_bytes < _FULL_SHARE * gpu.memory_bytes:
-            yield Finding(
+            yield EnvironmentProblem(
                 "gpu-busy",
                 "warning",
                 f"GPU {index} ({gpu.name}) is full: {size_bytes(gpu.free_bytes)} of "
@@ -214,7 +214,7 @@ def busy_gpu(facts: Environment) -> Iterator[Finding]:
             )
 
 
-def bitsandbytes_binary(facts: Environment) -> Iterator[Finding]:
+def bitsandbytes_binary(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find a bitsandbytes without a native library for torch's CUDA."""
     torch, binaries = facts.torch, facts.bitsandbytes
     if torch is None or torch.cuda is None or binaries is None:
@@ -223,7 +223,7 @@ def bitsandbytes_binary(facts: Environment) -> Iterator[Finding]:
     version = facts.versions.get("bitsandbytes", "")
     override = facts.machine.variables.get("BNB_CUDA_VERSION")
     if override and f"cuda{override}" not in binaries:
-        yield Finding(
+        yield EnvironmentProblem(
             "bitsandbytes-override",
             "broken",
             f"BNB_CUDA_VERSION={override} selects a library that bitsandbytes {version} does not have",
@@ -236,7 +236,7 @@ def bitsandbytes_binary(facts: Environment) -> Iterator[Finding]:
     elif not override and not any(name.startswith(f"cuda{wanted[:-1]}") for name in binaries):
         # Since 0.50, a library for another minor version of the same CUDA is loaded (its `cextension.py`).
         has = ", ".join(name.removeprefix("cuda") for name in binaries if name.startswith("cuda")) or "none"
-        yield Finding(
+        yield EnvironmentProblem(
             "bitsandbytes-binary",
             "broken",
             f"bitsandbytes {version} has no library for CUDA {torch.cuda} (it has: {has})",
@@ -248,7 +248,7 @@ def bitsandbytes_binary(facts: Environment) -> Iterator[Finding]:
         )
 
 
-def torch_sees_gpu(facts: Environment) -> Iterator[Finding]:
+def torch_sees_gpu(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find a CUDA torch that reports no GPU, although nvidia-smi lists one."""
     trial, torch, gpus = facts.trial("torch"), facts.torch, facts.machine.gpus
     hidden = facts.machine.variables.get("CUDA_VISIBLE_DEVICES")
@@ -261,7 +261,7 @@ def torch_sees_gpu(facts: Environment) -> Iterator[Finding]:
     ):
         return
     if hidden is not None:
-        yield Finding(
+        yield EnvironmentProblem(
             "gpu-not-visible",
             "warning",
             f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU from torch",
@@ -270,7 +270,7 @@ def torch_sees_gpu(facts: Environment) -> Iterator[Finding]:
             ["unset CUDA_VISIBLE_DEVICES"],
         )
     else:
-        yield Finding(
+        yield EnvironmentProblem(
             "gpu-not-found",
             "broken",
             f"torch {torch.version} finds no GPU, but nvidia-smi lists {gpus[0].name}",

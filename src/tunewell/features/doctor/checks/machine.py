@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tunewell.core.units import size_bytes
 from tunewell.features.doctor.facts import Environment
-from tunewell.features.doctor.findings import Finding
+from tunewell.features.doctor.findings import EnvironmentProblem
 
 _GIB = 1 << 30
 _FULL, _LOW = 1 * _GIB, 5 * _GIB
@@ -16,12 +16,12 @@ _SMALL_SHM = 256 << 20
 _FEW_INODES = 1000
 
 
-def disks(facts: Environment) -> Iterator[Finding]:
+def disks(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find full, read-only or nearly full disks. A file system that serves several purposes is reported once."""
     seen: set[tuple[str, int]] = set()
     for disk in facts.machine.disks:
         if not disk.is_writable:
-            yield Finding(
+            yield EnvironmentProblem(
                 "disk-read-only",
                 "broken",
                 f"{disk.purpose} cannot be written: `{disk.path}`",
@@ -38,7 +38,7 @@ def disks(facts: Environment) -> Iterator[Finding]:
         left = size_bytes(disk.free_bytes) + " are free"
         if disk.free_inodes is not None and disk.free_inodes < _FEW_INODES:
             left = f"{disk.free_inodes} inodes are free"
-        yield Finding(
+        yield EnvironmentProblem(
             "disk-full" if is_full else "disk-low",
             "broken" if is_full else "warning",
             f"the disk of {disk.purpose} is {'full' if is_full else 'nearly full'}: {left} in `{disk.path}`",
@@ -47,14 +47,14 @@ def disks(facts: Environment) -> Iterator[Finding]:
         )
 
 
-def memory(facts: Environment) -> Iterator[Finding]:
+def memory(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find too little free memory, and a small /dev/shm."""
     machine = facts.machine
     if machine.free_memory_bytes is not None and machine.free_memory_bytes < _LITTLE_MEMORY:
         where = (
             "WSL gives Linux half of the memory: set `memory=` in `.wslconfig`" if machine.is_wsl else "end programs"
         )
-        yield Finding(
+        yield EnvironmentProblem(
             "memory-low",
             "warning",
             f"{size_bytes(machine.free_memory_bytes)} of memory are free",
@@ -62,7 +62,7 @@ def memory(facts: Environment) -> Iterator[Finding]:
             f"{where}, or train elsewhere: `tunewell notebook`",
         )
     if machine.shared_memory_bytes is not None and machine.shared_memory_bytes < _SMALL_SHM:
-        yield Finding(
+        yield EnvironmentProblem(
             "shm-small",
             "warning",
             f"/dev/shm has {size_bytes(machine.shared_memory_bytes)}",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tunewell.core.units import size_bytes
 from tunewell.features.doctor.facts import Environment
-from tunewell.features.doctor.findings import Finding
+from tunewell.features.doctor.findings import EnvironmentProblem
 from tunewell.model_files.catalogue import catalogue
 from tunewell.model_files.checks import ModelState
 
@@ -13,7 +13,7 @@ _SHARE = 0.5
 """A suggested model takes at most this share of the memory: gradients, activations and the system need the rest."""
 
 
-def hub_access(facts: Environment) -> Iterator[Finding]:
+def hub_access(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find a configured model that is not on this machine while the hub is offline."""
     variables = facts.machine.variables
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(variables.get(name))]
@@ -24,7 +24,7 @@ def hub_access(facts: Environment) -> Iterator[Finding]:
         name = missing[0].name
         cached = [model.name for model in facts.models if model.origin == "hub" and model.path]
         has = f"the cache has: {', '.join(cached[:5])}" if cached else "the hub cache is empty"
-        yield Finding(
+        yield EnvironmentProblem(
             "hub-offline",
             "broken",
             f"`{name}` is not in the hub cache, and {offline[0]} forbids downloads",
@@ -34,7 +34,7 @@ def hub_access(facts: Environment) -> Iterator[Finding]:
             evidence=["PromtEngineer/localGPT#822"],
         )
     elif missing and facts.hub_problem:
-        yield Finding(
+        yield EnvironmentProblem(
             "hub-unreachable",
             "broken",
             f"`{missing[0].name}` is not in the hub cache, and the hub cannot be reached",
@@ -48,11 +48,11 @@ def _is_on(value: str | None) -> bool:
     return value is not None and value.upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def model_files(facts: Environment) -> Iterator[Finding]:
+def model_files(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find damaged weight files, of the configured model first."""
     for model in sorted(facts.models, key=lambda model: not model.is_configured):
         if model.is_configured and model.origin == "other" and not facts.is_training:
-            yield Finding(
+            yield EnvironmentProblem(
                 "model-not-found",
                 "broken",
                 f"there is no model `{model.name}`",
@@ -63,7 +63,7 @@ def model_files(facts: Environment) -> Iterator[Finding]:
             yield _damaged(model)
 
 
-def _damaged(model: ModelState) -> Finding:
+def _damaged(model: ModelState) -> EnvironmentProblem:
     file, problem = model.damage[0]
     more = f", and {len(model.damage) - 1} more" if len(model.damage) > 1 else ""
     is_pointer = "LFS" in problem
@@ -74,7 +74,7 @@ def _damaged(model: ModelState) -> Finding:
     elif is_pointer and model.path is not None:
         folder = model.path if model.origin == "folder" else model.path.rpartition("/")[0]
         fix, commands = "fetch the files with Git LFS", [f"git -C {shlex.quote(folder)} lfs pull"]
-    return Finding(
+    return EnvironmentProblem(
         "model-lfs-pointer" if is_pointer else "model-damaged",
         "broken" if model.is_configured else "warning",
         f"`{file}` of `{model.name}` {problem}{more}",
@@ -85,7 +85,7 @@ def _damaged(model: ModelState) -> Finding:
     )
 
 
-def model_size(facts: Environment) -> Iterator[Finding]:
+def model_size(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find a configured model whose weights alone exceed the memory, and suggest a smaller one."""
     for model in facts.models:
         if not model.is_configured or not model.num_parameters:
@@ -96,7 +96,7 @@ def model_size(facts: Environment) -> Iterator[Finding]:
             continue
         smaller = suggest(model.model_type, memory, facts.bytes_per_parameter)
         names = " or ".join(f"`{name}`" for name in smaller)
-        yield Finding(
+        yield EnvironmentProblem(
             "model-too-large",
             "warning",
             f"`{model.name}` has {model.num_parameters / 1e9:.1f} B parameters, {size_bytes(needed)}; "

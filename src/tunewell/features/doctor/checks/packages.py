@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from tunewell.core.optional import install_arguments
 from tunewell.core.units import count
 from tunewell.features.doctor.facts import Environment, ImportTrial, Package
-from tunewell.features.doctor.findings import Finding, pip_install, pip_uninstall
+from tunewell.features.doctor.findings import EnvironmentProblem, pip_install, pip_uninstall
 from tunewell.features.doctor.packages import STACK, normalize
 
 _OLDEST = "3.11"
@@ -22,11 +22,11 @@ _NEEDS_EXACT = ("torchvision", "torchaudio", "xformers", "triton")
 """Compiled for one version of torch: with another version they fail or crash."""
 
 
-def python_version(facts: Environment) -> Iterator[Finding]:
+def python_version(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find an interpreter that is too old, or that an installed package does not support."""
     python = facts.python
     if python.bits < 64:
-        yield Finding(
+        yield EnvironmentProblem(
             "python-32-bit",
             "broken",
             f"Python is a {python.bits}-bit program",
@@ -34,7 +34,7 @@ def python_version(facts: Environment) -> Iterator[Finding]:
             "install a 64-bit Python and create a new environment",
         )
     if Version(python.version) < Version(_OLDEST):
-        yield Finding(
+        yield EnvironmentProblem(
             "python-too-old",
             "broken" if "tunewell" in facts.versions else "warning",
             f"Python is {python.version}",
@@ -43,7 +43,7 @@ def python_version(facts: Environment) -> Iterator[Finding]:
         )
     for package in facts.packages:
         if package.name in STACK and package.requires_python and not _allows(package.requires_python, python.version):
-            yield Finding(
+            yield EnvironmentProblem(
                 "python-not-supported",
                 "warning",
                 f"{package.name} {package.version} needs Python {package.requires_python}; this is {python.version}",
@@ -61,14 +61,14 @@ def _allows(specifier: str, version: str) -> bool:
         return True
 
 
-def python_path(facts: Environment) -> Iterator[Finding]:
+def python_path(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find variables and files that make Python import other packages than those installed."""
     variables, version = facts.machine.variables, facts.python.markers.get("python_version", "")
     for name in ("PYTHONHOME", "PYTHONPATH"):
         value = variables.get(name, "")
         foreign = [found for found in re.findall(r"python(\d\.\d+)", value) if version and found != version]
         if foreign:
-            yield Finding(
+            yield EnvironmentProblem(
                 "python-path-foreign",
                 "broken",
                 f"{name} points to the packages of Python {foreign[0]}; this is Python {version}",
@@ -77,7 +77,7 @@ def python_path(facts: Environment) -> Iterator[Finding]:
                 [f"unset {name}"],
             )
     for name in facts.shadowed:
-        yield Finding(
+        yield EnvironmentProblem(
             "package-shadowed",
             "warning",
             f"`{name}` in this folder has the name of a package",
@@ -88,7 +88,7 @@ def python_path(facts: Environment) -> Iterator[Finding]:
         )
 
 
-def training_packages(facts: Environment) -> Iterator[Finding]:
+def training_packages(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find the packages that training needs and that are not installed. Other commands work without them."""
     if not facts.is_training:
         return
@@ -96,7 +96,7 @@ def training_packages(facts: Environment) -> Iterator[Finding]:
     missing = [name for name in ("torch", "transformers", "safetensors") if name not in facts.versions]
     missing = [name for name in missing if name not in damaged]
     if missing:
-        yield Finding(
+        yield EnvironmentProblem(
             "training-packages",
             "broken",
             f"training needs {', '.join(missing)}: not installed",
@@ -106,7 +106,7 @@ def training_packages(facts: Environment) -> Iterator[Finding]:
         )
 
 
-def metadata(facts: Environment) -> Iterator[Finding]:
+def metadata(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find packages whose metadata is broken, missing or there twice."""
     usable: dict[tuple[str, str], list[Package]] = defaultdict(list)
     for package in facts.packages:
@@ -118,7 +118,7 @@ def metadata(facts: Environment) -> Iterator[Finding]:
         # Debian writes the metadata of one version in two formats.
         if len({package.version for package in packages}) > 1:
             versions = " and ".join(package.version for package in packages)
-            yield Finding(
+            yield EnvironmentProblem(
                 "metadata-double",
                 "broken" if name in STACK else "warning",
                 f"{name} is installed twice in one folder: {versions}",
@@ -132,7 +132,7 @@ def metadata(facts: Environment) -> Iterator[Finding]:
                 [package.folder for package in packages],
             )
     for name, version in facts.without_metadata.items():
-        yield Finding(
+        yield EnvironmentProblem(
             "metadata-missing",
             "broken",
             f"{name} {version} has files but no metadata".replace("  ", " "),
@@ -144,7 +144,7 @@ def metadata(facts: Environment) -> Iterator[Finding]:
     yield from _elsewhere(facts)
     if facts.leftovers:
         names = ", ".join(f"`{Path(path).name}`" for path in facts.leftovers[:4])
-        yield Finding(
+        yield EnvironmentProblem(
             "metadata-leftover",
             "warning",
             f"an interrupted pip left {count(len(facts.leftovers), 'folder')} behind: {names}",
@@ -154,9 +154,9 @@ def metadata(facts: Environment) -> Iterator[Finding]:
         )
 
 
-def _broken_metadata(facts: Environment, package: Package) -> Finding:
+def _broken_metadata(facts: Environment, package: Package) -> EnvironmentProblem:
     is_ours = package.name in STACK
-    return Finding(
+    return EnvironmentProblem(
         "metadata-broken",
         "broken" if is_ours else "warning",
         f"the metadata of {package.name} {package.version} is broken: {package.problem}",
@@ -179,7 +179,7 @@ def _requirement(name: str, version: str) -> str:
         return name
 
 
-def _elsewhere(facts: Environment) -> Iterator[Finding]:
+def _elsewhere(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find packages of the stack that two folders of `sys.path` hold in different versions."""
     found: dict[str, list[Package]] = defaultdict(list)
     for package in facts.packages:
@@ -189,7 +189,7 @@ def _elsewhere(facts: Environment) -> Iterator[Finding]:
         first, *others = packages
         hidden = [other for other in others if Path(other.folder).parent != Path(first.folder).parent]
         if any(other.version != first.version for other in hidden):
-            yield Finding(
+            yield EnvironmentProblem(
                 "package-hidden",
                 "warning",
                 f"{name} {hidden[0].version} is hidden by {name} {first.version} in another folder",
@@ -199,11 +199,11 @@ def _elsewhere(facts: Environment) -> Iterator[Finding]:
             )
 
 
-def files(facts: Environment) -> Iterator[Finding]:
+def files(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find packages of the stack with missing or empty code files."""
     for package in facts.packages:
         if package.missing and package.problem is None:
-            yield Finding(
+            yield EnvironmentProblem(
                 "files-missing",
                 "broken",
                 f"{package.name} {package.version} is incomplete: {count(len(package.missing))} of "
@@ -220,7 +220,7 @@ def files(facts: Environment) -> Iterator[Finding]:
             )
 
 
-def requirements(facts: Environment) -> Iterator[Finding]:
+def requirements(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find unmet requirements of the stack and of its requirements, as `pip check` does for all packages."""
     packages = {package.name: package for package in reversed(facts.packages) if package.problem is None}
     versions = facts.versions
@@ -257,7 +257,7 @@ def _applicable(text: str, facts: Environment) -> Requirement | None:
     return requirement
 
 
-def _unmet(facts: Environment, name: str, wanted: list[tuple[Package, Requirement]]) -> Finding:
+def _unmet(facts: Environment, name: str, wanted: list[tuple[Package, Requirement]]) -> EnvironmentProblem:
     version = facts.versions.get(name)
     dependents = sorted({package.name for package, _ in wanted})
     asks = "; ".join(f"{package.name} {package.version} needs {requirement}" for package, requirement in wanted[:3])
@@ -265,7 +265,7 @@ def _unmet(facts: Environment, name: str, wanted: list[tuple[Package, Requiremen
     failed = any((trial := facts.trial(package)) is not None and trial.error for package in dependents)
     if any(package.name in _NEEDS_EXACT for package, _ in wanted) and name == "torch":
         return _compiled_for_other_torch(facts, [package for package, _ in wanted])
-    return Finding(
+    return EnvironmentProblem(
         "requirement-missing" if version is None else "requirement-unmet",
         "broken" if version is None or failed else "warning",
         f"{name} is not installed" if version is None else f"{name} {version} is installed, but {asks}",
@@ -277,11 +277,11 @@ def _unmet(facts: Environment, name: str, wanted: list[tuple[Package, Requiremen
     )
 
 
-def _compiled_for_other_torch(facts: Environment, packages: list[Package]) -> Finding:
+def _compiled_for_other_torch(facts: Environment, packages: list[Package]) -> EnvironmentProblem:
     torch = facts.versions.get("torch", "none")
     names = sorted({package.name for package in packages})
     listed = " and ".join(f"{package.name} {package.version}" for package in packages)
-    return Finding(
+    return EnvironmentProblem(
         "torch-extension-mismatch",
         "broken",
         f"{listed} was compiled for another torch than {torch}",
@@ -296,7 +296,7 @@ def _compiled_for_other_torch(facts: Environment, packages: list[Package]) -> Fi
     )
 
 
-def numpy_abi(facts: Environment) -> Iterator[Finding]:
+def numpy_abi(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find packages that were compiled for another NumPy. Those that import them fail in the same way."""
     seen: set[str] = set()
     for trial in facts.imports or ():
@@ -308,7 +308,7 @@ def numpy_abi(facts: Environment) -> Iterator[Finding]:
             seen.add(name)
 
 
-def failed_imports(facts: Environment) -> Iterator[Finding]:
+def failed_imports(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find packages that cannot be imported. Requirements are tried first, so the first failure is the cause."""
     explained: set[str] = set()
     for trial in facts.imports or ():
@@ -321,9 +321,9 @@ def failed_imports(facts: Environment) -> Iterator[Finding]:
         yield _import_error(facts, trial, culprit)
 
 
-def _compiled_for_other_numpy(facts: Environment, trial: ImportTrial, name: str) -> Finding:
+def _compiled_for_other_numpy(facts: Environment, trial: ImportTrial, name: str) -> EnvironmentProblem:
     numpy = facts.versions.get("numpy", "?")
-    return Finding(
+    return EnvironmentProblem(
         "numpy-abi",
         "broken",
         f"{name} {facts.versions.get(name, '')} was compiled for another NumPy than {numpy}".replace("  ", " "),
@@ -335,12 +335,12 @@ def _compiled_for_other_numpy(facts: Environment, trial: ImportTrial, name: str)
     )
 
 
-def _import_error(facts: Environment, trial: ImportTrial, culprit: str) -> Finding:
+def _import_error(facts: Environment, trial: ImportTrial, culprit: str) -> EnvironmentProblem:
     error = " ".join((trial.error or "").split())
     missing = re.search(r"No module named '([\w.]+)'", error)
     if missing and normalize(missing[1].partition(".")[0]) not in facts.versions:
         name = normalize(missing[1].partition(".")[0])
-        return Finding(
+        return EnvironmentProblem(
             "import-needs-package",
             "broken",
             f"{trial.name} needs `{name}`, which is not installed",
@@ -352,7 +352,7 @@ def _import_error(facts: Environment, trial: ImportTrial, culprit: str) -> Findi
     library = re.search(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file", error)
     why = f"the library `{library[1]}` is not on this machine" if library else f"importing it fails: {error}"
     name = culprit if culprit in facts.versions else trial.name
-    return Finding(
+    return EnvironmentProblem(
         "import-fails",
         "broken",
         f"{trial.name} {facts.versions.get(trial.name, '')} cannot be imported".replace("  ", " "),

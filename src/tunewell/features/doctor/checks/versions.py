@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 from tunewell.features.doctor.facts import Environment
-from tunewell.features.doctor.findings import Finding, pip_install
+from tunewell.features.doctor.findings import EnvironmentProblem, pip_install
 from tunewell.machine.shield import matching_conflicts, read_shield
 
 
-def conflicts(facts: Environment) -> Iterator[Finding]:
+def conflicts(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find combinations of versions that are known not to work."""
     for entry in matching_conflicts(facts.versions, read_shield()):
         names = [requirement.partition("<")[0].partition(">")[0].partition("=")[0] for requirement in entry.when]
         installed = " with ".join(f"{name} {facts.versions[name]}" for name in names)
         mend = " ".join(f"`{requirement}`" for requirement in entry.install)
-        yield Finding(
+        yield EnvironmentProblem(
             entry.id,
             entry.level,
             f"{installed}: {entry.what}",
@@ -25,11 +25,11 @@ def conflicts(facts: Environment) -> Iterator[Finding]:
         )
 
 
-def notebook_kernel(facts: Environment) -> Iterator[Finding]:
+def notebook_kernel(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find packages that were replaced after this notebook's kernel had imported them."""
     if facts.held_by_kernel:
         listed = ", ".join(f"{name} {held}, installed {now}" for name, held, now in facts.held_by_kernel[:4])
-        yield Finding(
+        yield EnvironmentProblem(
             "notebook-kernel-stale",
             "broken",
             f"this notebook's kernel still holds older packages: {listed}",

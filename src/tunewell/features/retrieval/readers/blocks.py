@@ -15,7 +15,7 @@ _NOT_CP1252 = b"\x81\x8d\x8f\x90\x9d"
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     """A heading, or a piece of text that belongs together: a paragraph, a list, a table, code, a row of data."""
 
     kind: Kind
@@ -33,7 +33,7 @@ class Block:
 class ParsedDocument:
     """The blocks of a document in reading order."""
 
-    blocks: list[Block] = field(default_factory=list[Block])
+    blocks: list[TextBlock] = field(default_factory=list[TextBlock])
     title: str | None = None
     notes: list[str] = field(default_factory=list[str])
 

@@ -7,7 +7,7 @@ import zipfile
 import zlib
 
 from tunewell.core.optional import import_optional
-from tunewell.features.retrieval.readers.blocks import Block, ParsedDocument, Unreadable
+from tunewell.features.retrieval.readers.blocks import ParsedDocument, TextBlock, Unreadable
 
 _DAMAGED: tuple[type[Exception], ...] = (
     *(zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, SyntaxError),
@@ -39,7 +39,7 @@ def read_docx(data: bytes) -> ParsedDocument:
 
     def flush() -> None:
         if items:
-            document.blocks.append(Block("list", "\n".join(items)))
+            document.blocks.append(TextBlock("list", "\n".join(items)))
             items.clear()
 
     for part in opened.iter_inner_content():
@@ -48,7 +48,7 @@ def read_docx(data: bytes) -> ParsedDocument:
             lines = [" | ".join(_cell_texts(row)) for row in part.rows]
             if any(line.strip(" |") for line in lines):
                 header = lines[0] if len(lines) > 1 else ""
-                document.blocks.append(Block("table", "\n".join(lines), header=header))
+                document.blocks.append(TextBlock("table", "\n".join(lines), header=header))
             continue
         text, style = " ".join(part.text.split()), part.style.name if part.style is not None else ""
         if not text:
@@ -58,7 +58,7 @@ def read_docx(data: bytes) -> ParsedDocument:
             items.append(f"- {text}")
             continue
         flush()
-        document.blocks.append(Block("heading", text, level) if level else Block("text", text))
+        document.blocks.append(TextBlock("heading", text, level) if level else TextBlock("text", text))
     flush()
     first = next((block.text for block in document.blocks if block.level == 1), None)
     document.title = first or document.title

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tunewell.core.optional import import_optional
-from tunewell.features.retrieval.readers.blocks import Block, ParsedDocument, decode
+from tunewell.features.retrieval.readers.blocks import ParsedDocument, TextBlock, decode
 
 _LEFT_OUT = re.compile(
     "-comment|head|script|style|noscript|template|svg|nav|iframe|object|button|select|textarea|datalist"
@@ -68,14 +68,14 @@ class _Walk:
 
     def __init__(self, layout_tables: set[int]) -> None:
         self._layout_tables = layout_tables
-        self._blocks: list[Block] = []
+        self._blocks: list[TextBlock] = []
         self._inline: list[str] = []
         self._items: list[str] = []
         self._lists = 0
         """Number of lists around the current node."""
         self._is_new_item = False
 
-    def blocks(self, root: Any) -> list[Block]:
+    def blocks(self, root: Any) -> list[TextBlock]:
         stack: list[Any] = [root]
         while stack:
             node = stack.pop()
@@ -92,11 +92,11 @@ class _Walk:
             elif tag in _HEADINGS and not self._lists:
                 self._flush()
                 if text := _words(node):
-                    self._blocks.append(Block("heading", text, _HEADINGS[tag]))
+                    self._blocks.append(TextBlock("heading", text, _HEADINGS[tag]))
             elif tag == "pre" or (tag == "table" and node.mem_id not in self._layout_tables):
                 self._flush()
                 self._end_list()
-                block = _table(node) if tag == "table" else Block("code", "".join(_texts(node)).strip("\n"))
+                block = _table(node) if tag == "table" else TextBlock("code", "".join(_texts(node)).strip("\n"))
                 if block.text:
                     self._blocks.append(block)
             else:
@@ -124,11 +124,11 @@ class _Walk:
             self._items.append(f"- {text}" if self._is_new_item else f"  {text}")
             self._is_new_item = False
         elif text:
-            self._blocks.append(Block("text", text))
+            self._blocks.append(TextBlock("text", text))
 
     def _end_list(self) -> None:
         if self._items:
-            self._blocks.append(Block("list", "\n".join(self._items)))
+            self._blocks.append(TextBlock("list", "\n".join(self._items)))
             self._items = []
 
 
@@ -164,8 +164,8 @@ def _words(node: Any) -> str:
     return " ".join("".join(_texts(node)).split())
 
 
-def _table(node: Any) -> Block:
+def _table(node: Any) -> TextBlock:
     rows = [[_words(cell) for cell in row.css("th, td")] for row in node.css("tr")]
     lines = [" | ".join(row) for row in rows if any(row)]
     is_headed = bool(node.css("th")) and len(lines) > 1
-    return Block("table", "\n".join(lines), header=lines[0] if is_headed else "")
+    return TextBlock("table", "\n".join(lines), header=lines[0] if is_headed else "")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from markdown_it import MarkdownIt
 
-from tunewell.features.retrieval.readers.blocks import Block, Kind, ParsedDocument, decode, split_lines
+from tunewell.features.retrieval.readers.blocks import Kind, ParsedDocument, TextBlock, decode, split_lines
 
 _KINDS: dict[str, Kind] = {
     **{"fence": "code", "code_block": "code", "table_open": "table"},
@@ -35,7 +35,7 @@ def read_text(data: bytes) -> ParsedDocument:
             start = start or number
         elif start is not None:
             span = (start, number - 1)
-            document.blocks.append(Block("text", "\n".join(lines[start - 1 : number - 1]).strip(), lines=span))
+            document.blocks.append(TextBlock("text", "\n".join(lines[start - 1 : number - 1]).strip(), lines=span))
             start = None
     return document
 
@@ -50,7 +50,7 @@ def _front_matter(lines: list[str]) -> tuple[str | None, int]:
     return None, 0
 
 
-def _blocks(lines: list[str], first: int) -> Iterator[Block]:
+def _blocks(lines: list[str], first: int) -> Iterator[TextBlock]:
     """Yield the outermost blocks, with their Markdown as it is written. Inline markup is not parsed."""
     parser = MarkdownIt("commonmark").enable("table")
     parser.core.ruler.enableOnly(["normalize", "block"])
@@ -62,16 +62,16 @@ def _blocks(lines: list[str], first: int) -> Iterator[Block]:
         yield from _block("text", lines, done, begin)  # a definition of a link is no block
         done = end
         if token.type == "heading_open" and following is not None:
-            yield Block("heading", " ".join(following.content.split()), int(token.tag[1:]), (begin + 1, begin + 1))
+            yield TextBlock("heading", " ".join(following.content.split()), int(token.tag[1:]), (begin + 1, begin + 1))
         elif token.type != "hr":
             yield from _block(_KINDS.get(token.type, "text"), lines, begin, end)
     yield from _block("text", lines, done, len(lines))
 
 
-def _block(kind: Kind, lines: list[str], begin: int, end: int) -> Iterator[Block]:
+def _block(kind: Kind, lines: list[str], begin: int, end: int) -> Iterator[TextBlock]:
     """Yield the lines from `begin` to `end` as a block, if there is any text in them."""
     while end > begin and not lines[end - 1].strip():
         end -= 1
     if text := "\n".join(lines[begin:end]).strip("\n").rstrip():
         header = "\n".join(lines[begin : begin + 2]) if kind == "table" else ""
-        yield Block(kind, text, lines=(begin + 1, end), header=header)
+        yield TextBlock(kind, text, lines=(begin + 1, end), header=header)

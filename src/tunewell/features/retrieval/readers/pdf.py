@@ -5,7 +5,7 @@ import logging
 import re
 
 from tunewell.core.optional import import_optional
-from tunewell.features.retrieval.readers.blocks import Block, ParsedDocument, Unreadable
+from tunewell.features.retrieval.readers.blocks import ParsedDocument, TextBlock, Unreadable
 
 _GAP = re.compile(r"\n[ \t]*\n+")
 _HYPHEN = re.compile(r"(?<=\w)[-\u00ad]\n(?=[a-zà-ÿ])")
@@ -31,7 +31,7 @@ def read_pdf(data: bytes) -> ParsedDocument:
     for number, page in enumerate(pages, 1):
         for part in _GAP.split(_HYPHEN.sub("", page)):
             if text := part.strip():
-                document.blocks.append(Block("text", text, page=number))
+                document.blocks.append(TextBlock("text", text, page=number))
     if not document.blocks:
         raise Unreadable("no_text")
     missing = sum(not page.strip() for page in pages)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tunewell.core.files import parse_json
-from tunewell.features.retrieval.readers.blocks import Block, ParsedDocument, Unreadable, decode, split_lines
+from tunewell.features.retrieval.readers.blocks import ParsedDocument, TextBlock, Unreadable, decode, split_lines
 
 _TITLE_KEYS = ("title", "heading", "name", "subject", "question")
 
@@ -32,7 +32,7 @@ def read_csv(data: bytes) -> ParsedDocument:
             pairs = zip([*header, *(f"column {n}" for n in range(len(header) + 1, len(row) + 1))], row, strict=False)
             body = "\n".join(f"{name}: {value.strip()}" for name, value in pairs if value.strip())
             if body:
-                document.blocks.append(Block("row", body, lines=(first, previous)))
+                document.blocks.append(TextBlock("row", body, lines=(first, previous)))
     except csv.Error as error:
         raise Unreadable("broken", str(error)) from None
     return document
@@ -46,7 +46,7 @@ def read_json_lines(data: bytes) -> ParsedDocument:
         body = _row_text(row) if row is not None else ""
         num_broken += row is None
         if body:
-            document.blocks.append(Block("row", body, lines=(number, number) if number else None))
+            document.blocks.append(TextBlock("row", body, lines=(number, number) if number else None))
     if num_broken and not document.blocks:
         raise Unreadable("broken", "no line is valid JSON")
     if num_broken:

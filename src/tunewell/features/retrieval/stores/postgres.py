@@ -29,7 +29,7 @@ from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.records import DamagedIndex, IndexManifest, SearchSettings
 from tunewell.features.retrieval.stores.base import Hits, IndexedDocument, StoredPassages, json_line, parse_passage
 from tunewell.features.retrieval.stores.postgres_connection import (
-    Address,
+    DatabaseAddress,
     as_user_errors,
     connect,
     lock_number,
@@ -85,7 +85,7 @@ GROUP BY one.number ORDER BY score DESC, one.number LIMIT %(limit)s"""
 class PostgresStore:
     """An index in a database, open for reading."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: DatabaseAddress) -> None:
         self._address = address
         self._connection = connection = connect(address)
         weakref.finalize(self, connection.close)
@@ -105,14 +105,14 @@ class PostgresStore:
     @classmethod
     def open(cls, address: str) -> "PostgresStore":
         """Open an index for reading; raise UserError if it is missing, damaged or of another version."""
-        parsed = Address(address)
+        parsed = DatabaseAddress(address)
         with as_user_errors(parsed):
             return cls(parsed)
 
     @classmethod
     def exists(cls, address: str) -> bool:
         """Return whether the database has an index of this name."""
-        parsed = Address(address)
+        parsed = DatabaseAddress(address)
         with as_user_errors(parsed), connect(parsed) as connection:
             return _read_row(connection, parsed) is not None
 
@@ -120,7 +120,7 @@ class PostgresStore:
     @contextmanager
     def lock(cls, address: str) -> Generator[None, None, None]:
         """Keep other writers away; raise UserError if there is one."""
-        parsed = Address(address)
+        parsed = DatabaseAddress(address)
         with as_user_errors(parsed):
             connection = connect(parsed)
         try:
@@ -136,7 +136,7 @@ class PostgresStore:
         cls, address: str, content: StoredPassages, manifest: IndexManifest, *, progress: ProgressListener
     ) -> IndexManifest:
         """Replace the content of an index, or create it. The old content stays until the new one is complete."""
-        parsed = Address(address)
+        parsed = DatabaseAddress(address)
         manifest = manifest.model_copy(update={"generation": secrets.token_hex(4), "files": {}})
         with as_user_errors(parsed), connect(parsed) as connection:
             schema = require_pgvector(connection, parsed)
@@ -255,7 +255,7 @@ class PostgresStore:
             return self._connection.execute(query, values, binary=binary).fetchall()
 
 
-def _read_row(connection: Any, address: Address) -> tuple[IndexManifest, float] | None:
+def _read_row(connection: Any, address: DatabaseAddress) -> tuple[IndexManifest, float] | None:
     if connection.execute("SELECT to_regclass('tunewell.indexes')").fetchone()[0] is None:
         return None
     query = "SELECT manifest, mean_words FROM tunewell.indexes WHERE name = %s"
@@ -307,7 +307,7 @@ def _postings(found: list[list[str]], start: int) -> Iterator[tuple[Any, ...]]:
         yield word, len(rows), *map(list, zip(*rows, strict=True))
 
 
-def _drop_unused(connection: Any, address: Address, *, keep: str) -> None:
+def _drop_unused(connection: Any, address: DatabaseAddress, *, keep: str) -> None:
     """Drop the old generations of an index, except those that a reader holds."""
     query = "SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s) AND nspname <> %s"
     for (schema,) in connection.execute(query, (f"tunewell {address.name} ", keep)).fetchall():

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 _CONNECT_SECONDS = 10
 
 
-class Address:
+class DatabaseAddress:
     """A parsed address. `shown` has no password."""
 
     def __init__(self, address: str) -> None:
@@ -41,7 +41,7 @@ def psycopg_module() -> Any:
     return import_optional("psycopg", extra="postgres", purpose="an index in PostgreSQL")
 
 
-def connect(address: Address) -> Any:
+def connect(address: DatabaseAddress) -> Any:
     psycopg = psycopg_module()
     try:
         values = psycopg.conninfo.conninfo_to_dict(address.server)
@@ -90,7 +90,7 @@ _PROBLEMS = (
 
 
 @contextmanager
-def as_user_errors(address: Address) -> Generator[None, None, None]:
+def as_user_errors(address: DatabaseAddress) -> Generator[None, None, None]:
     """Raise UserError for every error of the database."""
     psycopg = psycopg_module()
     try:
@@ -111,7 +111,7 @@ def lock_number(text: str) -> int:
     return int.from_bytes(sha256(f"tunewell {text}".encode()).digest()[:8], "big", signed=True)
 
 
-def lock_writer(connection: Any, address: Address) -> None:
+def lock_writer(connection: Any, address: DatabaseAddress) -> None:
     """Take the lock of writers, which ends with the connection; raise UserError with the owner if it is taken."""
     number = lock_number(f"write {address.name}")
     if connection.execute("SELECT pg_try_advisory_lock(%s)", (number,)).fetchone()[0]:
@@ -134,7 +134,7 @@ def pgvector_schema(connection: Any) -> str | None:
     return row[0] if row else None
 
 
-def require_pgvector(connection: Any, address: Address) -> str:
+def require_pgvector(connection: Any, address: DatabaseAddress) -> str:
     """Return the schema of the extension, which is created if it is installed; raise UserError if it is not."""
     if (schema := pgvector_schema(connection)) is not None:
         return schema
