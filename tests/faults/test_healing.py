@@ -300,11 +300,13 @@ def test_a_rate_that_is_far_too_high_is_lowered_or_ends_the_run(
     "rate", [pytest.param(3e-5, marks=pytest.mark.faults), 1e-4, pytest.param(1e-3, marks=pytest.mark.faults)]
 )
 def test_a_healthy_run_raises_nothing(tmp_path: Path, rate: float) -> None:
-    """Dropout on, several epochs, from hardly learning to learning by heart: nothing above a note, nothing changed."""
+    """Dropout on, several epochs, from hardly learning to learning by heart: nothing is changed, and only a run that
+    hardly learns has a warning, that its loss is flat."""
     config = {"method": {"rank": 4, "dropout": 0.2}}
     run = make_run(tmp_path / "run", config=config, plan=PLAN | {"learning_rate": rate, "num_steps": 100})
     assert train(run).status == "finished"
-    assert [entry for entry in run.healing.entries if entry.severity != "note" or entry.action != "none"] == []
+    found = [entry for entry in run.healing.entries if entry.severity != "note" or entry.action != "none"]
+    assert {(entry.name, entry.action) for entry in found} <= ({("flat-loss", "none")} if rate < 1e-4 else set())
 
 
 def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunewell.config.extensions import METHODS, MethodEntry
+from tunewell.config.prices import Activations, no_weights
 from tunewell.config.schema import MethodSettings
 from tunewell.methods.base import Method, MethodFiles, trainable_parameters
 from tunewell.methods.full import Full
@@ -51,7 +52,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     module.NormsOnly = NormsOnly  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "toy_methods", module)
     monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))
-    METHODS.add(MethodEntry("norms", "the norms alone", "toy_methods:NormsOnly", "norm tuning", is_adapter=False))
+    cost = {"trains": no_weights, "activations": Activations(8, 2, 2, 4)}
+    METHODS.add(
+        MethodEntry("norms", "only the norms", "toy_methods:NormsOnly", "norm tuning", is_adapter=False, **cost)
+    )
 
 
 def test_a_run_trains_and_saves_with_a_method_from_outside(tmp_path: Path, toy: None) -> None:

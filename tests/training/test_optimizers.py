@@ -118,10 +118,16 @@ class Lion(Optimizer):
         self.count = self.count.to(device)
 
 
+def _nothing(shapes, weight_bytes, settings):
+    return 0
+
+
 def test_a_new_optimizer_is_one_class_and_one_registry_line(tmp_path, monkeypatch):
     """Config, training, checkpoints and resume take it by its name; nothing else knows AdamW."""
     monkeypatch.setattr(OPTIMIZERS, "_entries", dict(OPTIMIZERS._entries))
-    OPTIMIZERS.add(OptimizerEntry("lion", "the sign of the gradient", f"{__name__}:Lion"))
+    OPTIMIZERS.add(
+        OptimizerEntry("lion", "the sign of the gradient", f"{__name__}:Lion", state_bytes=_nothing, update_bytes=12.0)
+    )
     config = {"train": {"optimizer": "lion"}}
     run = make_run(tmp_path / "run", config=config, plan={"learning_rate": 1e-3})
     assert isinstance(run.learner.optimizer, Lion) and train(run).status == "finished"

@@ -107,7 +107,7 @@ def test_a_measuring_process_that_dies_leaves_the_computed_plan(
     result = _plan(options=PlanOptions())
     assert not result.prediction.is_measured
     assert reason in result.notes[0]
-    assert not list((project / "cache").rglob("*.json"))
+    assert not [file for file in (project / "cache").rglob("*.json") if file.parent.name != "plugins"]
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tunewell.core.errors import UserError
-from tunewell.core.text import shorten
 from tunewell.core.units import count
 from tunewell.records.checkpoint import (
     is_inside,
@@ -168,4 +167,5 @@ def compare_identity(saved: dict[str, Any], now: dict[str, Any], allowed: set[st
 
 
 def _show(settings: dict[str, Any], name: str) -> str:
-    return shorten(str(settings[name]), _VALUE_CHARS) if name in settings else "not set"
+    text = str(settings[name]) if name in settings else "not set"
+    return text if len(text) <= _VALUE_CHARS else f"{text[:12]}..."  # the beginning of a hash is enough
