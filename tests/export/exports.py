@@ -18,7 +18,7 @@ from tunewell.methods.base import trainable_parameters
 from tunewell.methods.lora import Lora
 from tunewell.records.parity import PROOF, Parity
 from tunewell.workflows import export as workflow
-from tunewell.workflows.export import Exported, export
+from tunewell.workflows.export import ExportResult, export
 from tunewell.workflows.verify import verify
 
 # Models this small gain nothing from a second thread, and wait for it on a busy machine.
@@ -79,7 +79,7 @@ def prove_exports_here(patched: pytest.MonkeyPatch) -> None:
         patched.setattr(module, "ProofProcess", _ProvesHere)
 
 
-def exported(place: Path, out: Path, **options: Any) -> Exported:
+def exported(place: Path, out: Path, **options: Any) -> ExportResult:
     """Export with a proof in this process, and short answers: random weights never end one."""
     return export(place, order=ExportOptions(out=out, **options), prove=prove_here, answer_tokens=6)
 

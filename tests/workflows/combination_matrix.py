@@ -29,7 +29,7 @@ from tunewell.config.load import as_sets
 from tunewell.core.errors import UserError
 from tunewell.records.parity import Parity
 from tunewell.records.plan import read_plan
-from tunewell.workflows.export import Exported, export
+from tunewell.workflows.export import ExportResult, export
 from tunewell.workflows.verify import verify
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -217,7 +217,7 @@ def _command(arguments: list[str], folder: str, *, codes: tuple[int, ...] = (0,)
     assert done.returncode in codes, f"{arguments[0]}: exit code {done.returncode}\n{done.stdout}{done.stderr}"[-2000:]
 
 
-def _exported(combination: Combination, run: Path, out: Path) -> Exported:
+def _exported(combination: Combination, run: Path, out: Path) -> ExportResult:
     options: dict[str, Any] = {"gguf": ["f16"]} if combination.export == "gguf" else {}
     return export(run, out=out, to=combination.export, prove=_prove_here, answer_tokens=4, **options)
 

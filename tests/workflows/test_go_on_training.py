@@ -19,8 +19,8 @@ from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.evaluation import session
-from tunewell.library.results import TrainResult
 from tunewell.records.plan import read_plan
+from tunewell.runs.result import TrainResult
 from tunewell.workflows.init import init
 from tunewell.workflows.validate import validate
 

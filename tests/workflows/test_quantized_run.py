@@ -22,7 +22,7 @@ from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.records.parity import PROOF, Parity
 from tunewell.records.plan import read_plan
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.export import Exported, export
+from tunewell.workflows.export import ExportResult, export
 from tunewell.workflows.verify import verify
 
 SETTINGS: dict[str, Any] = {
@@ -57,7 +57,7 @@ def _train(model: str = "model", **settings: Any) -> Path:
     return tunewell.train(model=model, data="rows.jsonl", sets=sets, progress=False).run
 
 
-def _exported(run: Path, out: str, **options: Any) -> Exported:
+def _exported(run: Path, out: str, **options: Any) -> ExportResult:
     def prove(folder: Path, *, allow_pickle: bool, **_: Any) -> Parity:
         return verify(folder, allow_pickle=allow_pickle)
 

@@ -13,9 +13,9 @@ from forked import run_command
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.inference.runtime import DocumentLosses
-from tunewell.library.rehearsal_result import Rehearsal
 from tunewell.records.report import EXIT_CODES
 from tunewell.runs.config import RunOptions, load_for_run
+from tunewell.runs.rehearsal import Rehearsal
 from tunewell.workflows import rehearse as workflow
 
 _FAST = ["device=cpu", "train.threads=1", "train.learning_rate=5e-3", "data.held_out=0.2"]

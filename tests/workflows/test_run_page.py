@@ -17,7 +17,7 @@ from corpora import write_rows
 from tunewell.cli.main import main
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
-from tunewell.workflows.export import Exported, ExportOptions, export
+from tunewell.workflows.export import ExportOptions, ExportResult, export
 from tunewell.workflows.verify import verify
 
 SETS = [
@@ -53,7 +53,7 @@ def _write_model(folder: Path, tokenizer: Path, *, num_rows: int = 500, is_tied:
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
 
 
-def _exported(run: Path, **options: Any) -> Exported:
+def _exported(run: Path, **options: Any) -> ExportResult:
     """Export with a proof in this process: a new one takes seconds to start."""
     return export(run, order=ExportOptions(**options), prove=lambda folder, **flags: verify(folder, **flags))
 

@@ -7,14 +7,15 @@ cannot run or load anything.
 import base64
 import hashlib
 import re
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
 
-from tunewell.core.units import count, percent
+from tunewell.core.units import count, duration, percent, size_bytes
 
 EMPTY = "(empty)"
 CODE = re.compile("`([^`]*)`")
@@ -29,6 +30,12 @@ _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
     "\ufff0-\ufffb\ufffe\uffff\ufdd0-\ufdef\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
+
+
+def result_table(rows: Iterable[tuple[str, object]]) -> str:
+    """Return a table of names and values, for the view of a result in a notebook."""
+    row = Markup("<tr><th>{}</th><td>{}</td></tr>")
+    return f"<table style='text-align:left'>{Markup('').join(row.format(*own) for own in rows)}</table>"
 
 
 def visible(value: object) -> str:
@@ -63,12 +70,20 @@ def _is_long(text: str) -> bool:
     return len(text) > _LONG_CHARS or text.count("\n") > _LONG_LINES
 
 
+def render(package: str, template: str, **values: object) -> str:
+    """Return a template of a package with these values, for example the view of a result in a notebook."""
+    return page_environment(package).get_template(template).render(values)
+
+
 @cache
 def page_environment(package: str) -> Environment:
-    """Return the environment of a package with templates in its folder `page`; they may extend `layout.html`."""
+    """Return the environment of a package with templates in its folder `page`; they may extend `layout.html`.
+
+    Values are escaped in `.html` files only.
+    """
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, "page"), PackageLoader("tunewell.core", "pages")]),
-        autoescape=True,
+        autoescape=select_autoescape(),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -81,6 +96,8 @@ def page_environment(package: str) -> Environment:
         is_long=_is_long,
         count=count,
         share=percent,
+        duration=duration,
+        size_bytes=size_bytes,
     )
     environment.globals["own"] = _own_texts(package)  # pyright: ignore[reportUnknownMemberType]
     return environment

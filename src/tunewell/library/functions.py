@@ -6,7 +6,7 @@ Workflows that need torch are imported when they are called, so that `prepare` w
 """
 
 import hashlib
-import math
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,15 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tunewell.config.load import as_sets
+from tunewell.config.load import ConfigLike, LoadedConfig, as_sets
 from tunewell.core.errors import UserError
 from tunewell.core.files import make_private, write_atomic
-from tunewell.core.progress import silent
 from tunewell.library.progress import Show, shown
-from tunewell.library.results import PlanResult, PrepareResult, TrainResult, Validation, as_result
+from tunewell.planning.result import PlanResult
+from tunewell.records.report import Validation
 from tunewell.runs.config import RunOptions, index_sets, load_for_run
+from tunewell.runs.result import TrainResult
 from tunewell.training.events import Evaluated, Event, StepTaken
+from tunewell.workflows.prepare import PrepareResult
 from tunewell.workflows.prepare import prepare as run_prepare
+
+if TYPE_CHECKING:
+    from tunewell.runs.rehearsal import Rehearsal
+    from tunewell.workflows.export import ExportResult
 
 # Rows from memory (a list of dicts, a `datasets.Dataset` or a pandas DataFrame) are saved as a JSON lines file.
 
@@ -57,31 +63,26 @@ def _rows_of(data: Any) -> Iterable[Any]:
 
 def _save(rows: Iterable[Any]) -> Path:
     try:
-        return _save_to(ROWS_FOLDER, rows)
+        make_private(ROWS_FOLDER)
+        digest = hashlib.sha256()
+        with tempfile.NamedTemporaryFile(dir=ROWS_FOLDER, suffix=".tmp") as file:
+            for number, row in enumerate(rows, start=1):
+                line = _line(row, number)
+                digest.update(line)
+                file.write(line)
+            if not file.tell():
+                raise UserError("`data` contains no rows", fix=_FIX)
+            file.flush()
+            path = ROWS_FOLDER / f"{digest.hexdigest()[:16]}.jsonl"
+            if not path.is_file():
+                write_atomic(path, Path(file.name).read_bytes())
+        return path
     except OSError as error:
         raise UserError(
             f"rows from memory cannot be saved: {error.strerror or error}",
             where=str(ROWS_FOLDER.absolute()),
             fix="change to a folder that you can write to, or write the rows to a file and give its path",
         ) from error
-
-
-def _save_to(folder: Path, rows: Iterable[Any]) -> Path:
-    make_private(folder)
-    digest, num_rows = hashlib.sha256(), 0
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp") as file:
-        for number, row in enumerate(rows, start=1):
-            line = _line(row, number)
-            digest.update(line)
-            file.write(line)
-            num_rows = number
-        if not num_rows:
-            raise UserError("`data` contains no rows", fix=_FIX)
-        file.flush()
-        path = folder / f"{digest.hexdigest()[:16]}.jsonl"
-        if not path.is_file():
-            write_atomic(path, Path(file.name).read_bytes())
-    return path
 
 
 def _line(row: Any, number: int) -> bytes:
@@ -91,7 +92,8 @@ def _line(row: Any, number: int) -> bytes:
     try:
         cells = []
         for column, value in row.items():
-            cells.append(orjson.dumps(str(column)) + b":" + orjson.dumps(_plain(value)))
+            json = orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+            cells.append(orjson.dumps(str(column)) + b":" + json)
         return b"{" + b",".join(cells) + b"}\n"
     except orjson.JSONEncodeError as error:
         raise UserError(
@@ -102,29 +104,31 @@ def _line(row: Any, number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to what JSON has: arrays to lists, times to text, and the empty cells of pandas to None."""
-    if (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NaTType", "NAType"):
+    """Convert what JSON does not have: arrays to lists, times to text, and the empty cells of pandas to None."""
+    if type(value).__name__ in ("NaTType", "NAType"):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    # Times, and the arrays and numbers of numpy.
+        return dict(value)
     convert: Any = getattr(value, "isoformat", None) or getattr(value, "tolist", None)
-    return value if convert is None else _plain(convert())
+    if convert is None:
+        raise TypeError
+    return convert()
 
 
-if TYPE_CHECKING:
-    from tunewell.library.export_result import ExportResult
-    from tunewell.library.rehearsal_result import Rehearsal
+ModelPath = str | os.PathLike[str] | None
+"""A run, an adapter or a model: a path, a name or the result of `train`. None is the run of the current folder."""
 
-Config = Mapping[str, Any] | str | Path | None
+
+def _load(
+    config: ConfigLike, sets: Sequence[str], *, model: ModelPath, data: Any, is_resuming: bool = False
+) -> LoadedConfig:
+    return load_for_run(config, sets, is_resuming=is_resuming, model=_text(model), data=data_paths(data))
 
 
 def train(
-    config: Config = None,
+    config: ConfigLike = None,
     *,
-    model: str | Path | None = None,
+    model: ModelPath = None,
     data: Any = None,
     index: str | Path | None = None,
     out: str | Path | None = None,
@@ -146,13 +150,12 @@ def train(
     from tunewell.workflows.train import run_training
 
     settings = [*as_sets(run=out), *index_sets(index), *_as_list(sets)]
-    loaded = load_for_run(config, settings, is_resuming=resume, model=_text(model), data=data_paths(data))
+    loaded = _load(config, settings, model=model, data=data, is_resuming=resume)
     options = RunOptions(is_resuming=resume, allowed_changes=_as_list(allow_changes), allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:
 
         def listen(event: Event) -> None:
-            if show is not silent:
-                show(event)
+            show(event)
             if on_step is not None and isinstance(event, StepTaken):
                 on_step(event)
             if on_evaluate is not None and isinstance(event, Evaluated):
@@ -160,19 +163,19 @@ def train(
 
         result = run_training(loaded, options, listen)
         if not loaded.config.export.to:
-            return as_result(TrainResult, result)
+            return result
         from tunewell.workflows.finish import export_after_training
 
         step = export_after_training(loaded, result, allow_pickle=allow_pickle, progress=listen)
         notes = [*result.notes, *([step.note] if step.note else [])]
         following = step.exported.next_command if step.exported else result.next_command
-        return as_result(TrainResult, replace(result, notes=notes, next_command=following))
+        return replace(result, notes=notes, next_command=following)
 
 
 def rehearse(
-    config: Config = None,
+    config: ConfigLike = None,
     *,
-    model: str | Path | None = None,
+    model: ModelPath = None,
     data: Any = None,
     progress: Show = True,
     sets: Sequence[str] = (),
@@ -183,18 +186,17 @@ def rehearse(
     `problems` of the result lists what is wrong, each with its remedy: the loss of the rows must fall, and an answer
     must change.
     """
-    from tunewell.library.rehearsal_result import Rehearsal
     from tunewell.workflows.rehearse import rehearse as run_rehearsal
 
-    loaded = load_for_run(config, _as_list(sets), is_resuming=False, model=_text(model), data=data_paths(data))
+    loaded = _load(config, sets, model=model, data=data)
     with shown(progress) as show:
-        return as_result(Rehearsal, run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show))
+        return run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show)
 
 
 def plan(
-    config: Config = None,
+    config: ConfigLike = None,
     *,
-    model: str | Path | None = None,
+    model: ModelPath = None,
     data: Any = None,
     measure: bool = True,
     gpus: Sequence[str] = (),
@@ -208,15 +210,15 @@ def plan(
     from tunewell.workflows.plan import PlanOptions
     from tunewell.workflows.plan import plan as run_plan
 
-    loaded = load_for_run(config, _as_list(sets), is_resuming=False, model=_text(model), data=data_paths(data))
+    loaded = _load(config, sets, model=model, data=data)
     with shown(progress) as show:
-        return as_result(PlanResult, run_plan(loaded, PlanOptions(measure, _as_list(gpus)), progress=show))
+        return run_plan(loaded, PlanOptions(measure, _as_list(gpus)), progress=show)
 
 
 def prepare(
-    config: Config = None,
+    config: ConfigLike = None,
     *,
-    model: str | Path | None = None,
+    model: ModelPath = None,
     data: Any = None,
     out: str | Path | None = None,
     progress: Show = True,
@@ -224,46 +226,35 @@ def prepare(
 ) -> PrepareResult:
     """Build a corpus from rows, in the folder `out`. An up-to-date corpus is reused."""
     with shown(progress) as show:
-        made = run_prepare(
+        return run_prepare(
             config, sets=_as_list(sets), model=_text(model), data=data_paths(data), out=out, progress=show
         )
-    return as_result(PrepareResult, made)
 
 
-def validate(
-    model: str | Path | TrainResult | None = None, *, data: Any = None, progress: Show = True, **options: Any
-) -> Validation:
+def validate(model: ModelPath = None, *, data: Any = None, progress: Show = True, **options: Any) -> Validation:
     """Validate a run (by default the one of the config in the current folder), an adapter or a model.
 
     `options` are those of the command: `base=`, `checkpoint=`, `sets=`, `out=`, `device=`, `metrics=`, ...
     """
     from tunewell.workflows.validate import validate as run_validate
 
-    paths = data_paths(data)
-    if paths is not None:
-        options["data"] = paths
     with shown(progress) as show:
-        return as_result(Validation, run_validate(_path(model), progress=show, **options))
+        return run_validate(model, progress=show, data=data_paths(data), **options)
 
 
-def export(model: str | Path | TrainResult | None = None, *, progress: Show = True, **options: Any) -> "ExportResult":
+def export(model: ModelPath = None, *, progress: Show = True, **options: Any) -> "ExportResult":
     """Export a run, an adapter or a model, and verify every artefact.
 
     `options` are those of the command: `to="gguf,ollama"`, `gguf="q8_0"`, `precision=`, `out=`, `checkpoint=`, ...
     """
-    from tunewell.library.export_result import ExportResult
     from tunewell.workflows.export import export as run_export
 
     with shown(progress) as show:
-        return as_result(ExportResult, run_export(_path(model), progress=show, **options))
+        return run_export(model, progress=show, **options)
 
 
-def _path(model: str | Path | TrainResult | None) -> str | Path | None:
-    return model.run if isinstance(model, TrainResult) else model
-
-
-def _text(value: str | Path | None) -> str | None:
-    return None if value is None else str(value)
+def _text(value: ModelPath) -> str | None:
+    return None if value is None else os.fspath(value)
 
 
 def _as_list(values: Sequence[str]) -> list[str]:

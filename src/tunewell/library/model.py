@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from os import PathLike, fspath
 from typing import overload
 
 from tunewell.core.errors import UserError
 from tunewell.inference.chat import Chat, ChatOptions
 from tunewell.inference.chat_model import ChatModel, open_chat_model
-from tunewell.library.results import TrainResult
 from tunewell.runs.resolve import resolve_model
 
 
@@ -66,10 +65,10 @@ class Model:
 
 
 def load(
-    model: str | Path | TrainResult | None = None,
+    model: str | PathLike[str] | None = None,
     *,
     checkpoint: str | int = "best",
-    base: str | Path | None = None,
+    base: str | PathLike[str] | None = None,
     device: str = "auto",
     system: str | None = None,
     allow_pickle: bool = False,
@@ -79,7 +78,6 @@ def load(
     `checkpoint` is `best` by held-out loss, `last` or a step. `base` is the base model of an adapter that does not name
     it. Raises UserError if the model is not found.
     """
-    path = model.run if isinstance(model, TrainResult) else model
-    ref = resolve_model(path, checkpoint=str(checkpoint), base=None if base is None else str(base))
+    ref = resolve_model(model, checkpoint=str(checkpoint), base=None if base is None else fspath(base))
     opened = open_chat_model(ref, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
     return Model(opened, name=ref.name, system=system)

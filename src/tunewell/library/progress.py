@@ -4,11 +4,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from html import escape
 from typing import Any
 
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.screens.training import shown_training
+from tunewell.core.html import render
 from tunewell.core.progress import Progress, silent
 from tunewell.core.units import count
 from tunewell.training.events import Evaluated, Event, Listener, RunStarted, StepTaken
@@ -96,31 +96,17 @@ class NotebookTable:
         self._drawn = now
         from IPython.display import HTML, display  # type: ignore[reportMissingImports]
 
-        page = HTML(self._html(is_final=is_final))
+        page = HTML(
+            render(
+                "tunewell.library",
+                "progress.html",
+                stage="" if is_final else self._stage,
+                last=self._last,
+                num_steps=self._num_steps,
+                rows=self._rows[-_MAX_TABLE_ROWS:],
+            )
+        )
         if self._handle is None:
             self._handle = display(page, display_id=True)
         else:
             self._handle.update(page)
-
-    def _html(self, *, is_final: bool) -> str:
-        parts = []
-        if not is_final and self._stage:
-            parts.append(f"<p>{escape(self._stage)}</p>")
-        if self._last is not None:
-            speed = self._last.tokens / self._last.seconds if self._last.seconds else 0.0
-            of = f" of {count(self._num_steps)}" if self._num_steps else ""
-            parts.append(
-                f"<p>step <b>{count(self._last.step)}</b>{of}, loss <b>{self._last.loss:.4f}</b>, "
-                f"{count(round(speed))} tokens/s</p>"
-            )
-        if self._rows:
-            cells = "".join(
-                f"<tr><td>{count(step)}</td><td>{_number(loss)}</td><td>{_number(held_out)}</td></tr>"
-                for step, loss, held_out in self._rows[-_MAX_TABLE_ROWS:]
-            )
-            parts.append(f"<table><tr><th>step</th><th>loss</th><th>held-out loss</th></tr>{cells}</table>")
-        return "".join(parts)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tunewell.core.html import render
+from tunewell.core.units import duration, size_bytes
 from tunewell.machine.cards import Card
 from tunewell.machine.facts import DeviceFacts
 from tunewell.planning.advice import Advice
@@ -86,6 +88,18 @@ class PlanResult:
     @property
     def cost(self) -> float | None:
         return None if self.price is None else self.price * self.prediction.seconds.expected / 3600
+
+    @property
+    def time_range(self) -> str:
+        seconds = self.prediction.seconds
+        return f"{duration(seconds.low)} to {duration(seconds.high)}"
+
+    def __repr__(self) -> str:
+        memory = size_bytes(self.prediction.memory.uncached_bytes)
+        return f"PlanResult(fits={self.fits}, memory={memory!r}, time={self.time_range!r})"
+
+    def _repr_html_(self) -> str:
+        return render("tunewell.planning", "plan.html", result=self)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `plan --json` prints."""

@@ -293,9 +293,21 @@ class Validation:
     folder: Path
 
     @property
+    def verdict(self) -> Level:
+        return self.report.verdict
+
+    @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.report.verdict]
+        return EXIT_CODES[self.verdict]
 
     @property
     def page(self) -> Path:
         return self.folder / PAGE
+
+    def __repr__(self) -> str:
+        return f"Validation(verdict={self.verdict!r}, page={str(self.page)!r})"
+
+    def _repr_html_(self) -> str:
+        from tunewell.core.html import render
+
+        return render("tunewell.records", "validation.html", report=self.report, page=self.page)

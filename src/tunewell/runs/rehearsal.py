@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.config.extensions import METHODS
+from tunewell.core.html import render
 from tunewell.core.units import count
 from tunewell.inference.runtime import DocumentLosses
 from tunewell.records.events import plain
@@ -54,6 +55,10 @@ class Rehearsal:
         return self.after.mean()
 
     @property
+    def _change(self) -> str:
+        return f"{self.loss_before:.4f} -> {self.loss_after:.4f}"
+
+    @property
     def falls(self) -> npt.NDArray[np.float64]:
         """By how much the loss of each row fell."""
         known = self.before.tokens > 0
@@ -85,7 +90,7 @@ class Rehearsal:
             remedy = "check `template.learn_from` and `template.learn_roles` with `tunewell inspect`"
             return [(f"nothing is supervised in these {count(self.num_rows, 'row')}", remedy)]
         found: list[tuple[str, str]] = []
-        change = f"{self.loss_before:.4f} -> {self.loss_after:.4f} in {count(len(self.steps), 'step')}"
+        change = f"{self._change} in {count(len(self.steps), 'step')}"
         rate, default = self.plan.learning_rate.value, METHODS.entry(self.plan.method.value).learning_rate
         fall = float(self.falls.mean())
         error = float(self.falls.std(ddof=1)) / math.sqrt(len(self.falls)) if len(self.falls) > 1 else 0.0
@@ -106,6 +111,13 @@ class Rehearsal:
             remedy = "" if found else "the loss falls too slowly to show; a higher `train.learning_rate` may help"
             found.append((f"none of {count(len(self.answers), 'answer')} changed", remedy))
         return found
+
+    def __repr__(self) -> str:
+        passed, steps = not self.problems, len(self.steps)
+        return f"Rehearsal(passed={passed}, loss={self._change}, rows={self.num_rows}, steps={steps})"
+
+    def _repr_html_(self) -> str:
+        return render("tunewell.runs", "rehearsal.html", rehearsal=self, change=self._change)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `train --rehearse --json` prints."""

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from os import PathLike, fspath
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -33,7 +34,7 @@ _CHECKPOINTS = "checkpoints"
 
 
 def resolve_model(
-    path_or_name: str | Path | ModelRef | None,
+    path_or_name: str | PathLike[str] | ModelRef | None,
     *,
     checkpoint: str = "best",
     base: str | None = None,
@@ -47,9 +48,8 @@ def resolve_model(
     """
     if isinstance(path_or_name, ModelRef):
         return path_or_name  # resolved before torch was imported; its files are not hashed twice
-    if path_or_name is None:
-        path_or_name = _current_run()
-    path = Path(path_or_name).expanduser()
+    name = str(_current_run()) if path_or_name is None else fspath(path_or_name)
+    path = Path(name).expanduser()
     if checkpoint_step(path.name) is not None and (path.parent.parent / PLAN).is_file():
         path, checkpoint = path.parent.parent, str(checkpoint_step(path.name))
     if template is not None and (path / PLAN).is_file():
@@ -60,11 +60,11 @@ def resolve_model(
         return _resolve_adapter(path, base, template, sets)
     if (path / _CHECKPOINTS).is_dir():
         raise UserError(f"`{path}` has checkpoints but no `{PLAN}`", fix="name one of its checkpoint folders")
-    if not is_preset(str(path_or_name)):
-        locate(str(path_or_name))  # raises UserError if there is no such model
+    if not is_preset(name):
+        locate(name)  # raises UserError if there is no such model
     if is_path := path.exists():
         _proof_of(path)
-    model = str(path) if is_path else str(path_or_name)
+    model = str(path) if is_path else name
     loaded = _model_config(model, template, sets, tokenizer=None)
     name = path.resolve().name if is_path else model  # `.` has no name
     return ModelRef(name, "model", path if is_path else None, model, None, base, loaded)

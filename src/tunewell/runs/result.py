@@ -13,16 +13,18 @@ from typing import Any
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.files import open_file
+from tunewell.core.html import render
 from tunewell.core.progress import Progress
 from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
 from tunewell.machine.facts import process_seconds
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
-from tunewell.records.report import Validation
+from tunewell.records.report import Curve, Validation
 from tunewell.records.rundir import PULSE, Status
 from tunewell.runs.config import RunOptions, resume_command
 from tunewell.runs.heartbeat import Heartbeat
+from tunewell.runs.loss_curve import loss_svg
 from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, RunStarted, StepTaken
 from tunewell.training.memory import peak_memory
 from tunewell.training.run import Ending, Run
@@ -84,6 +86,23 @@ class TrainResult:
     @property
     def held_out_best(self) -> float | None:
         return min((loss for _, loss in self.held_out if math.isfinite(loss)), default=None)
+
+    def __fspath__(self) -> str:
+        """Return the run folder, so that a result can be given where a run is expected."""
+        return str(self.run)
+
+    def __repr__(self) -> str:
+        verdict = "" if self.validation is None else f", verdict={self.validation.verdict}"
+        loss = "" if self.last_loss is None else f", loss={self.last_loss:.4f}"
+        return f"TrainResult(run={str(self.run)!r}, status={self.status!r}, steps={self.steps}{loss}{verdict})"
+
+    @property
+    def curve(self) -> Curve:
+        return Curve(train=self.losses, held_out=self.held_out, best_step=self.best_step)
+
+    def _repr_html_(self) -> str:
+        curve = loss_svg(self.curve, title=self.run.name) if len(self.losses) > 1 else ""
+        return render("tunewell.runs", "result.html", result=self, curve=curve)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `train --json` prints."""

@@ -4,11 +4,13 @@ import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.files import stable_json
+from tunewell.core.html import render
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.export.card import PROMPT_FORM, collect_card_facts, model_card
 from tunewell.export.merge_base import open_for_export
@@ -37,7 +39,7 @@ Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """The artefacts of an export and their verification."""
 
     folder: Path
@@ -49,11 +51,23 @@ class Exported:
     created: str | None = None
     """The name of the model in Ollama, if it was created there."""
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether every artefact was verified to match the trained model."""
+        return self.parity.is_ok
+
+    def __repr__(self) -> str:
+        names = [artefact.path for artefact in self.artefacts]
+        return f"ExportResult(folder={str(self.folder)!r}, is_proven={self.is_proven}, artefacts={names})"
+
+    def _repr_html_(self) -> str:
+        return render("tunewell.workflows", "exported.html", result=self)
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `export --json` prints."""
         return {
             "folder": str(self.folder),
-            "is_proven": self.parity.is_ok,
+            "is_proven": self.is_proven,
             "artefacts": [artefact.model_dump() for artefact in self.artefacts],
             "links": [link.model_dump() | {"is_ok": link.is_ok} for link in self.parity.links],
             "notes": self.notes,
@@ -63,7 +77,7 @@ class Exported:
 
 
 def export(
-    place: str | Path | ModelRef | None = None,
+    place: str | PathLike[str] | ModelRef | None = None,
     *,
     order: ExportOptions | None = None,
     progress: ProgressListener = silent,
@@ -71,7 +85,7 @@ def export(
     prove: Callable[..., Parity] | None = None,
     answer_tokens: int = ANSWER_TOKENS,
     **fields: Any,
-) -> Exported:
+) -> ExportResult:
     """Export a run, an adapter or a model, and verify it before it gets its final name.
 
     `fields` are fields of ExportOptions: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An existing export in the
@@ -98,13 +112,13 @@ def export(
         parity = prove(staging.folder, allow_pickle=options.allow_pickle, progress=progress)
         if not parity.is_ok:
             removed = f"removed: the files do not match the trained model; see `{write_failed_parity(out, parity)}`"
-            return Exported(out, parity, proof.artefacts, [*notes, *proof.notes, removed], "", EXIT_NOT_PROVEN)
+            return ExportResult(out, parity, proof.artefacts, [*notes, *proof.notes, removed], "", EXIT_NOT_PROVEN)
         publish(staging, out, existing)
     remove_failed_parity(out)
     shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
     step = _next_step(shown, proof.artefacts, options)
     notes = [*notes, *proof.notes, *step.notes]
-    return Exported(shown, parity, proof.artefacts, notes, step.command, created=step.installed_as)
+    return ExportResult(shown, parity, proof.artefacts, notes, step.command, created=step.installed_as)
 
 
 @dataclass(frozen=True)

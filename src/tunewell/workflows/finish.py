@@ -8,7 +8,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.launcher import is_first
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.runs.result import TrainResult
-from tunewell.workflows.export import Announce, Exported, export
+from tunewell.workflows.export import Announce, ExportResult, export
 
 _EXIT_NOT_EXPORTED = 2
 
@@ -17,7 +17,7 @@ _EXIT_NOT_EXPORTED = 2
 class ExportStep:
     """The export after a run: its result, or why there is none."""
 
-    exported: Exported | None = None
+    exported: ExportResult | None = None
     note: str = ""
     exit_code: int = 0
 

@@ -12,6 +12,7 @@ from tunewell.config.load import ConfigLike, LoadedConfig, to_loaded_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.features import require_hook
+from tunewell.core.html import render
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -32,6 +33,14 @@ class PrepareResult:
     manifest: Manifest
     was_up_to_date: bool
     seconds: float
+
+    def __repr__(self) -> str:
+        manifest, dropped = self.manifest, sum(self.manifest.dropped.values())
+        counts = f"documents={manifest.documents}, held_out={manifest.held_out}, dropped={dropped}"
+        return f"PrepareResult(corpus={str(self.corpus)!r}, {counts})"
+
+    def _repr_html_(self) -> str:
+        return render("tunewell.workflows", "prepared.html", corpus=self.corpus, manifest=self.manifest)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `prepare --json` prints."""

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tunewell.workflows.prepare import temporary_corpus
 
 
 def validate(
-    model: str | Path | ModelRef | None = None,
+    model: str | PathLike[str] | ModelRef | None = None,
     *,
     options: ValidateOptions | None = None,
     progress: ProgressListener = silent,

@@ -16,7 +16,7 @@ from tunewell.core.progress import Progress
 from tunewell.core.units import size_bytes
 
 if TYPE_CHECKING:
-    from tunewell.workflows.export import Exported
+    from tunewell.workflows.export import ExportResult
 
 
 def _names(values: tuple[str, ...]) -> str:
@@ -81,7 +81,7 @@ def command(
         raise typer.Exit(exported.exit_code)
 
 
-def summary(exported: "Exported") -> str:
+def summary(exported: "ExportResult") -> str:
     """Return the written files, the notes and the next command as text."""
     rows = []
     if not exported.exit_code:

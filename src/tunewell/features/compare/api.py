@@ -8,7 +8,7 @@ from typing import Any
 from tunewell.features.compare.workflow import RunComparison
 from tunewell.library.functions import data_paths
 from tunewell.library.progress import Show, shown
-from tunewell.library.results import TrainResult, as_result
+from tunewell.runs.result import TrainResult
 
 
 class ComparisonResult(RunComparison):
@@ -59,4 +59,4 @@ def compare(
     indexes = [str(index)] if isinstance(index, str | Path) else [str(one) for one in index]
     with shown(progress) as show:
         found = run_compare(names, indexes=indexes, data=data_paths(data), out=out, progress=show, **options)
-    return as_result(ComparisonResult, found)
+    return ComparisonResult(**vars(found))

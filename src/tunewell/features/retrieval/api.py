@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from tunewell.core.html import result_table
 from tunewell.features.retrieval.index_workflow import IndexResult
 from tunewell.inference.passages import IndexAnswer
 from tunewell.library.progress import Show, shown
-from tunewell.library.results import TrainResult, as_result, html_table
+from tunewell.runs.result import TrainResult
 
 
 class AskResult(IndexAnswer):
@@ -18,7 +19,7 @@ class AskResult(IndexAnswer):
 
     def _repr_html_(self) -> str:
         rows = [(f"[{one.number}] {one.heading}", f"{one.file}, {one.lines}: {one.quote}") for one in self.sources]
-        return f"<p>{escape(self.answer)}</p>{html_table(rows)}"
+        return f"<p>{escape(self.answer)}</p>{result_table(rows)}"
 
 
 def index(
@@ -68,4 +69,4 @@ def ask(
     )
     for _ in chat.ask(question):
         pass
-    return as_result(AskResult, chat.answer)
+    return AskResult(**vars(chat.answer))

@@ -6,14 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tunewell.config.load import ConfigLike
 from tunewell.features.sweep.sweep import SweepResult
-from tunewell.library.functions import Config, data_paths
+from tunewell.library.functions import data_paths
 from tunewell.library.progress import Show, shown
 from tunewell.training.events import Listener
 
 
 def sweep(
-    config: Config = None,
+    config: ConfigLike = None,
     *,
     over: Mapping[str, Sequence[Any]],
     model: str | Path | None = None,

@@ -284,14 +284,14 @@ class SweepResult:
         return f"SweepResult(runs={len(self.runs)}, best={best})"
 
     def _repr_html_(self) -> str:
-        from tunewell.library.results import html_table
+        from tunewell.core.html import result_table
 
         rows: list[tuple[str, object]] = []
         for run in self.runs:
             steps = "" if run.steps is None else f", {count(run.steps, 'step')}"
             loss = "-" if run.held_out is None else f"{run.held_out:.4f}"
             rows.append((run.name, f"{loss}, {run.verdict or run.status}{steps}"))
-        return html_table([*rows, ("conclusion", self.conclusion)])
+        return result_table([*rows, ("conclusion", self.conclusion)])
 
 
 def conclude(
