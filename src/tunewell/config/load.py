@@ -6,7 +6,7 @@ Loading is pure: it reads no hardware and no environment variables, and writes n
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,26 +79,25 @@ def _check_step(here: object, step: str | int, parent: KeyPath) -> None:
         raise UserError(f"`{name}[{step}]` does not exist: `{name}` has {num_entries}, counted from 0")
 
 
-def rebase_paths(base: Path, name: str, value: object) -> Any:
-    """Rewrite paths that are relative to the current folder so that they are relative to the config's folder."""
-    if base == Path():
-        return value
+def respell_paths(name: str, value: object, respell: Callable[[str], str], *, base: Path = Path()) -> Any:
+    """Return the value of a key, "" for a whole config, with each path that is relative to `base` respelled."""
     if isinstance(value, dict):
         section = cast(dict[str, object], value)
-        return {key: rebase_paths(base, f"{name}.{key}", inner) for key, inner in section.items()}
+        names = {key: f"{name}.{key}".removeprefix(".") for key in section}
+        return {key: respell_paths(names[key], inner, respell, base=base) for key, inner in section.items()}
     if isinstance(value, list):
-        return [rebase_paths(base, name, inner) for inner in cast(list[object], value)]
-    return relative_path(value, base) if isinstance(value, str) and _is_path(name, value) else value
+        return [respell_paths(name, inner, respell, base=base) for inner in cast(list[object], value)]
+    return respell(value) if isinstance(value, str) and _is_path(name, value, base) else value
 
 
-def _is_path(name: str, value: str) -> bool:
+def _is_path(name: str, value: str, base: Path) -> bool:
     if not value or is_url(value) or value.startswith("~") or Path(value).is_absolute():
         return False
     if name in ("model", "tokenizer", "method.adapter"):
-        return value.endswith((".gguf", ".model")) or Path(value).exists()
+        return value.endswith((".gguf", ".model")) or (base / value).exists()
     if name in ("template.name", "data.sources.template"):
         return value.endswith(".jinja")
-    if name == "data.sources.path" and is_url(hub_address(value, Path())):
+    if name == "data.sources.path" and is_url(hub_address(value, base)):
         return False
     return name in _ALWAYS_PATHS and (name, value) != ("data.held_out", "auto")
 
@@ -495,7 +494,9 @@ def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
     sections = tuple(f"`{format_key(key_path[:length])}` is a section" for length in range(1, len(key_path) + 1))
     draft.problems = [problem for problem in draft.problems if not problem.what.startswith(sections)]
     try:
-        set_value(draft.tree, key_path, rebase_paths(draft.base, dotted_name(key_path), value))
+        if draft.base != Path():
+            value = respell_paths(dotted_name(key_path), value, lambda path: relative_path(path, draft.base))
+        set_value(draft.tree, key_path, value)
     except UserError as error:
         raise UserError(error.what, where=origin, fix=error.fix) from None
     others = {path: text for path, text in draft.origins.items() if path[: len(key_path)] != key_path}

@@ -11,7 +11,15 @@ from typing import Any
 import yaml
 
 from tunewell.config.keys import parse_key, resolve_alias
-from tunewell.config.load import ConfigLike, LoadedConfig, as_sets, load_config, relative_path, to_loaded_config
+from tunewell.config.load import (
+    ConfigLike,
+    LoadedConfig,
+    as_sets,
+    load_config,
+    relative_path,
+    respell_paths,
+    to_loaded_config,
+)
 from tunewell.config.open_points import require_no_open_points
 from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import parse_scalar
@@ -200,30 +208,7 @@ def dump_config(loaded: LoadedConfig, argv: Sequence[str] | None = None) -> str:
 def _with_paths(loaded: LoadedConfig, respell: Callable[[str], str]) -> dict[str, Any]:
     """Return every key that was set, and `corpus`, but not `run`. Relative paths are converted by `respell`."""
     config = loaded.config.model_dump(mode="json", exclude_unset=True, exclude={"run"})
-
-    def respelled(path: str) -> str:
-        return path if is_url(path) or Path(path).expanduser().is_absolute() else respell(path)
-
-    for group, key in ((config, "model"), (config, "tokenizer"), (config.get("method", {}), "adapter")):
-        if group.get(key) and loaded.path(group[key]).exists():
-            group[key] = respelled(group[key])
-    config["corpus"] = respelled(loaded.config.corpus)
-    data = config.get("data", {})
-    if loaded.config.data.held_out_file is not None:
-        data["held_out"] = respelled(data["held_out"])
-    if data.get("index"):
-        data["index"] = respelled(data["index"])
-    if metrics := config.get("verdict", {}).get("metrics"):
-        config["verdict"]["metrics"] = [respelled(reference) for reference in metrics]
-    for source in data.get("sources", []):
-        source |= {key: respelled(source[key]) for key in ("path", "map") if source.get(key)}
-    for group, key in [
-        (config.get("template", {}), "name"),
-        *((source, "template") for source in data.get("sources", [])),
-    ]:
-        if str(group.get(key, "")).endswith(".jinja"):
-            group[key] = respelled(group[key])
-    return config
+    return respell_paths("", config | {"corpus": loaded.config.corpus}, respell, base=loaded.base)
 
 
 class _Dumper(yaml.SafeDumper):
