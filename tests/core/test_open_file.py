@@ -11,7 +11,7 @@ import pytest
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, open_file, read_bytes, read_text, sha256_file, write_atomic, write_synced
 from tunewell.records.events import EventLog
-from tunewell.runs.result import Pulse
+from tunewell.runs.heartbeat import Pulse
 
 DIARY = "my diary\nwithout a last line end"
 WRITERS = {

@@ -13,8 +13,8 @@ import pytest
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
+from tunewell.runs.heartbeat import Pulse
 from tunewell.runs.listing import find_runs, list_runs, summarise
-from tunewell.runs.result import Pulse
 from tunewell.runs.status import dump_stacks, run_status
 
 

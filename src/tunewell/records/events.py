@@ -36,7 +36,7 @@ class EventLog:
         self._guard = threading.Lock()  # the thread that saves checkpoints also logs
         self._handle = self._open()
         written = read_bytes(path)
-        if written.strip(b"\0") and not written.startswith(b"{") and not any(map(_parse, written.splitlines())):
+        if written.strip(b"\0") and not written.startswith(b"{") and not any(map(parse_object, written.splitlines())):
             os.close(self._handle)
             raise UserError(f"`{path}` is not a tunewell log", fix=f"move `{path}` away: tunewell writes its log there")
         whole = written[: written.rfind(b"\n") + 1]
@@ -83,7 +83,7 @@ class EventLog:
         """
         with self._guard:
             lines = (read_bytes(self.path) + self._waiting).split(b"\n")[:-1]
-            events = [_parse(line) for line in lines]
+            events = [parse_object(line) for line in lines]
             kept: list[bytes] = []
             at = 0
             for line, event in zip(lines, events, strict=True):
@@ -164,7 +164,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """Return all events except a truncated last one; raise UserError if the file is missing or damaged."""
     if not path.is_file():
         raise UserError(f"there is no `{path.name}`", where=f"expected `{path}`")
-    events = [_parse(line) for line in read_bytes(path).split(b"\n")[:-1]]
+    events = [parse_object(line) for line in read_bytes(path).split(b"\n")[:-1]]
     if None in events[:-1]:
         raise UserError(f"line {events.index(None) + 1:,} of `{path.name}` is damaged", where=str(path))
     return [event for event in events if event is not None]
@@ -188,7 +188,7 @@ def last_step(path: Path) -> int | None:
         lines = read_bytes(path).split(b"\n")[:-1]
     except OSError:
         return None
-    events = (_parse(line) for line in reversed(lines))
+    events = (parse_object(line) for line in reversed(lines))
     steps = (event.get("step") for event in events if event and event.get("kind") == "step")
     return next((step for step in steps if isinstance(step, int)), None)
 
@@ -226,7 +226,8 @@ def _finite(value: object) -> Any:
     return value
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """Return a JSON object, or None for a damaged one or another value."""
     try:
         event = parse_json(line)
     except ValueError:

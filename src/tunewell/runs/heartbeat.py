@@ -1,4 +1,4 @@
-"""The heartbeat of a supervised run: the messages that it sends to its supervisor through a pipe.
+"""What a run does now: its activity in `.pulse`, and the messages to its supervisor through a pipe.
 
 run -> supervisor   "cpu" or "gpu" before the first step, "step 1.203" after each step, "stage" when other work begins,
                     "alive" at most once a second, "ended 0" with the exit code before printing, "printed" after it
@@ -7,62 +7,91 @@ supervisor -> run   no messages; the lifeline pipe closes when the supervisor di
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
+from tunewell.core.files import open_file
 from tunewell.core.progress import Progress
+from tunewell.core.redact import redact
+from tunewell.records.rundir import PULSE
 from tunewell.training.events import Evaluated, Event, RunStarted, StepTaken
 
-_MIN_BEAT_SECONDS = 1.0
+_MIN_SECONDS = 1.0
+"""The file is written, and "alive" is sent, at most this often."""
 
 
-class Heartbeat:
-    """A listener that sends the heartbeat of this run to its supervisor."""
+class Pulse:
+    """A listener that writes the current activity of this run to `.pulse`, and sends the heartbeat to a supervisor."""
 
-    def __init__(self, fds: str) -> None:
+    def __init__(self, fds: str | None = None) -> None:
         """Use the descriptors `READ,WRITE,STACKS`: stop if the supervisor dies, and dump all stacks on SIGUSR2."""
-        read, self._write, stacks = _parse_fds(fds)
-        self._sent_at = 0.0
-        threading.Thread(target=_stop_without_supervisor, args=(read,), daemon=True, name="lifeline").start()
-        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        self._fds = fds
+        self._path: Path | None = None
+        self._sent_at = self._written_at = 0.0
+        self._activity: dict[str, Any] = {"stage": "starting", "step": 0, "passes": 0}
+        if fds:
+            read, _, stacks = _parse_fds(fds)
+            threading.Thread(target=_stop_without_supervisor, args=(read,), daemon=True, name="lifeline").start()
+            faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+
+    def open(self, folder: Path) -> None:
+        """Write to this run folder from now on."""
+        self._path = folder / PULSE
+        self._write()
 
     def __call__(self, event: Event) -> None:
         match event:
-            case RunStarted(plan=plan):
-                self._send(b"cpu\n" if plan.device.value == "cpu" else b"gpu\n")
-            case Progress():
-                self._send(b"stage\n")
-            case StepTaken(seconds=seconds):
-                self._send(f"step {seconds}\n".encode())
+            case RunStarted(plan=plan, first_step=step):
+                self._send("cpu" if plan.device.value == "cpu" else "gpu")
+                self._activity = {"stage": "", "step": step, "passes": 0}
+            case Progress(stage):
+                self._send("stage")
+                self._activity |= {"stage": stage, "passes": 0}
+            case StepTaken(step=step, seconds=seconds):
+                self._send(f"step {seconds}")
+                self._activity = {"stage": "", "step": step, "passes": 0}
             case Evaluated():
-                self._send(b"alive\n")
+                self._send("alive")
+        self._write_if_due()
 
     def beat(self) -> None:
-        """Report that the run is alive, at most once a second."""
-        now = time.monotonic()
-        if now - self._sent_at >= _MIN_BEAT_SECONDS:
-            self._send(b"alive\n")
+        """Count a forward pass, and report that the run is alive."""
+        self._activity["passes"] += 1
+        self._write_if_due()
+        if time.monotonic() - self._sent_at >= _MIN_SECONDS:
+            self._send("alive")
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, line: str) -> None:
         self._sent_at = time.monotonic()
-        _write(self._write, line)
+        if self._fds:
+            send_to_supervisor(self._fds, line)
+
+    def _write_if_due(self) -> None:
+        if time.monotonic() - self._written_at >= _MIN_SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        self._written_at = time.monotonic()
+        if self._path is None:
+            return
+        text = json.dumps(redact({"time": round(time.time(), 3), "pid": os.getpid(), **self._activity}))
+        with contextlib.suppress(OSError), open_file(self._path, "w") as file:  # a full disk; the run itself reports it
+            file.write(text + "\n")
 
 
 def send_to_supervisor(fds: str, line: str) -> None:
-    """Send `ended CODE` (a closed terminal is then not a crash) or `printed` (silence is then a hang again)."""
-    _write(_parse_fds(fds)[1], f"{line}\n".encode())
-
-
-def _parse_fds(fds: str) -> tuple[int, int, int]:
-    read, write, stacks = (int(part) for part in fds.split(","))
-    return read, write, stacks
-
-
-def _write(pipe: int, line: bytes) -> None:
+    """Send `ended CODE` (a closed terminal is then not a crash), `printed` (silence is then a hang again), ..."""
     with contextlib.suppress(OSError):  # the supervisor died; the lifeline reports that
-        os.write(pipe, line)
+        os.write(_parse_fds(fds)[1], f"{line}\n".encode())
+
+
+def _parse_fds(fds: str) -> list[int]:
+    return [int(part) for part in fds.split(",")]
 
 
 def _stop_without_supervisor(read: int) -> None:

@@ -14,7 +14,7 @@ from tunewell.model_files.files import WEIGHT_SUFFIXES
 from tunewell.model_files.presets import is_preset
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.rundir import OUTCOME, RUN_CONFIG, HeldOutLosses, Outcome, write_outcome
+from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, write_outcome
 from tunewell.runs.loss_curve import write_loss_svg
 from tunewell.runs.prediction import make_measurement
 from tunewell.runs.result import TrainResult, healing_summary
@@ -43,24 +43,14 @@ def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *
 
 def _outcome(result: TrainResult, plan: Plan) -> Outcome:
     return Outcome(
+        **result.outcome_fields(),
         made_by=plan.made_by,
-        status=result.status,
-        reason=result.reason,
-        steps=result.steps,
         planned_steps=result.num_steps,
-        first_loss=result.first_loss,
-        last_loss=result.last_loss,
-        held_out=HeldOutLosses(first=result.held_out_first, last=result.held_out_last, best=result.held_out_best),
         best_step=result.best_step,
         seconds=result.seconds,
-        stages={name: round(seconds, 3) for name, seconds in result.stages.items()},
-        tokens=result.tokens,
-        supervised_tokens=result.supervised_tokens,
         artefacts={what: path for path, what in _artefacts(result)},
-        notes=result.notes,
         plugins=used_plugins(),
         healing=healing_summary(result.healing),
-        advice=result.advice,
         signal=result.signal,
         allowed_changes=result.changes,
         predicted=plan.prediction,

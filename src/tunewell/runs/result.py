@@ -1,36 +1,47 @@
-"""The result of a training run, and the listeners that record its metrics, notes, times and current activity."""
+"""The result of a training run, and the listener that records its metrics, notes and times."""
 
-import json
 import math
-import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import LoadedConfig
-from tunewell.core.files import open_file
 from tunewell.core.html import render
 from tunewell.core.progress import Progress
-from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
 from tunewell.machine.facts import process_seconds
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.report import Curve, Validation
-from tunewell.records.rundir import PULSE, Status
+from tunewell.records.rundir import Status
 from tunewell.runs.config import RunOptions, resume_command
-from tunewell.runs.heartbeat import Heartbeat
 from tunewell.runs.loss_curve import loss_svg
-from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, RunStarted, StepTaken
+from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, StepTaken
 from tunewell.training.memory import peak_memory
 from tunewell.training.run import Ending, Run
 
 _NUM_SHOWN = 6
-_PULSE_SECONDS = 1.0
+_REMEDIES = {
+    "micro_batch_tokens": "set `train.micro_batch_tokens: {}`: larger micro-batches ran out of memory",
+    "is_recomputing": "set `train.recompute: on`: without it, some documents ran out of memory",
+    "rate_share": "multiply `train.learning_rate` by {:g}: the run diverged at the planned rate",
+    "precision": "set `train.precision: {}`: values overflowed in 16 bits",
+    "device": "set `device: cpu`: values were NaN or infinite on the GPU only",
+}
+"""Field of a healing entry -> what its last value advises."""
+_FAULTS = {
+    "overfitting": "reduce `train.epochs`, or set `evaluate.patience: 2`; the best checkpoint is kept",
+    "lr-too-high": "lower `train.learning_rate`: the loss rose during training",
+    "flat-loss": "the loss did not fall: raise `train.learning_rate`, select more layers with `method.targets` and "
+    "`method.layers`, and check with `tunewell inspect` which tokens are supervised",
+    "initial-loss-implausible": "check that the weights are complete and the tokenizer fits the model: the first loss "
+    "was too high",
+    "killed": "close other programs or reduce `train.micro_batch_tokens`: the system killed the run",
+}
 
 
 @dataclass(frozen=True)
@@ -104,90 +115,43 @@ class TrainResult:
         curve = loss_svg(self.curve, title=self.run.name) if len(self.losses) > 1 else ""
         return render("tunewell.runs", "result.html", result=self, curve=curve)
 
+    def outcome_fields(self) -> dict[str, Any]:
+        """Return what `outcome.json` and `train --json` have in common."""
+        same = (
+            "status",
+            "reason",
+            "steps",
+            "tokens",
+            "supervised_tokens",
+            "first_loss",
+            "last_loss",
+            "notes",
+            "advice",
+        )
+        return {
+            **{name: getattr(self, name) for name in same},
+            "held_out": {"first": self.held_out_first, "last": self.held_out_last, "best": self.held_out_best},
+            "stages": {name: round(seconds, 3) for name, seconds in self.stages.items()},
+        }
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `train --json` prints."""
-        report = self.validation and self.validation.report
+        report, shared = self.validation and self.validation.report, self.outcome_fields()
         payload = {
+            **shared,
             "run": str(self.run),
-            "status": self.status,
-            "reason": self.reason,
-            "steps": self.steps,
             "num_steps": self.num_steps,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "first_loss": self.first_loss,
-            "last_loss": self.last_loss,
-            "held_out": {
-                "first": self.held_out_first,
-                "last": self.held_out_last,
-                "best": self.held_out_best,
-                "best_step": self.best_step,
-            },
+            "held_out": {**shared["held_out"], "best_step": self.best_step},
             "tokens_per_second": round(self.tokens_per_second, 2),
             "peak_memory_bytes": self.peak_memory_bytes,
             "seconds": round(self.seconds, 3),
-            "stages": {name: round(seconds, 3) for name, seconds in self.stages.items()},
             "artefacts": dict(self.artefacts),
-            "notes": self.notes,
-            "advice": self.advice,
             "healing": [entry.as_json() for entry in self.healing],
             "next": self.next_command,
             "verdict": report and report.verdict,
             "reasons": [reason.model_dump() for reason in report.reasons] if report else [],
         }
         return plain(payload)
-
-
-class Pulse:
-    """A listener that writes the current activity of this run to `.pulse`, at most once a second.
-
-    With the descriptors of a supervisor, it also sends the heartbeat.
-    """
-
-    def __init__(self, fds: str | None = None) -> None:
-        self._heartbeat = Heartbeat(fds) if fds else None
-        self._path: Path | None = None
-        self._written_at = 0.0
-        self._activity: dict[str, Any] = {"stage": "starting", "step": 0, "passes": 0}
-
-    def open(self, folder: Path) -> None:
-        """Write to this run folder from now on."""
-        self._path = folder / PULSE
-        self._write()
-
-    def __call__(self, event: Event) -> None:
-        if self._heartbeat:
-            self._heartbeat(event)
-        match event:
-            case RunStarted(first_step=step):
-                self._activity = {"stage": "", "step": step, "passes": 0}
-            case Progress(stage):
-                self._activity |= {"stage": stage, "passes": 0}
-            case StepTaken(step=step):
-                self._activity = {"stage": "", "step": step, "passes": 0}
-            case _:
-                return
-        self._write_if_due()
-
-    def beat(self) -> None:
-        """Count a forward pass, and report that the run is alive."""
-        self._activity["passes"] += 1
-        self._write_if_due()
-        if self._heartbeat:
-            self._heartbeat.beat()
-
-    def _write_if_due(self) -> None:
-        if time.monotonic() - self._written_at >= _PULSE_SECONDS:
-            self._write()
-
-    def _write(self) -> None:
-        self._written_at = time.monotonic()
-        if self._path is None:
-            return
-        text = json.dumps(redact({"time": round(time.time(), 3), "pid": os.getpid(), **self._activity}))
-        with suppress(OSError):  # a full disk; the run itself reports it
-            with open_file(self._path, "w") as file:
-                file.write(text + "\n")
 
 
 class MetricsRecorder:
@@ -324,32 +288,10 @@ def _cost(entries: Sequence[HealingEntry]) -> str:
 def advice(entries: Sequence[HealingEntry]) -> list[str]:
     """Return the settings to change so that the next run does not have the same problems."""
     found: list[str] = []
-    if limits := [entry.micro_batch_tokens for entry in entries if entry.micro_batch_tokens is not None]:
-        found.append(f"set `train.micro_batch_tokens: {limits[-1]}`: larger micro-batches ran out of memory")
-    if any(entry.is_recomputing for entry in entries):
-        found.append("set `train.recompute: on`: without it, some documents ran out of memory")
-    if shares := [entry.rate_share for entry in entries if entry.rate_share is not None]:
-        found.append(f"multiply `train.learning_rate` by {shares[-1]:g}: the run diverged at the planned rate")
-    if precisions := [entry.precision for entry in entries if entry.precision is not None]:
-        found.append(f"set `train.precision: {precisions[-1]}`: values overflowed in 16 bits")
-    if any(entry.device for entry in entries):
-        found.append("set `device: cpu`: values were NaN or infinite on the GPU only")
+    for name, text in _REMEDIES.items():
+        if values := [value for entry in entries if (value := getattr(entry, name))]:
+            found.append(text.format(values[-1]))
     if rows := [row for entry in entries if entry.documents for row in entry.numbers.get("rows", [])]:
         found.append(f"check {', '.join(dict.fromkeys(rows[:3]))}: left out, because they caused NaN or infinity")
-    names = {entry.name for entry in entries}
-    if "overfitting" in names:
-        found.append("reduce `train.epochs`, or set `evaluate.patience: 2`; the best checkpoint is kept")
-    if any(entry.name == "lr-too-high" and entry.action == "none" for entry in entries):
-        found.append("lower `train.learning_rate`: the loss rose during training")
-    if "flat-loss" in names:
-        found.append(
-            "the loss did not fall: raise `train.learning_rate`, select more layers with `method.targets` and "
-            "`method.layers`, and check with `tunewell inspect` which tokens are supervised"
-        )
-    if "initial-loss-implausible" in names:
-        found.append(
-            "check that the weights are complete and the tokenizer fits the model: the first loss was too high"
-        )
-    if "killed" in names:
-        found.append("close other programs or reduce `train.micro_batch_tokens`: the system killed the run")
-    return found
+    names = {entry.name for entry in entries if entry.name != "lr-too-high" or entry.action == "none"}
+    return found + [text for name, text in _FAULTS.items() if name in names]

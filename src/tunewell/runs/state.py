@@ -10,10 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from tunewell.core.files import Owner, open_file, read_bytes, running_owner
-from tunewell.records.events import with_numbers
+from tunewell.records.events import parse_object, with_numbers
 from tunewell.records.plan import PLAN
 from tunewell.records.report import REPORT
 from tunewell.records.rundir import CRASH, LOCK, OUTCOME, PULSE
@@ -22,11 +20,6 @@ EVENTS = "events.jsonl"
 _TAIL_BYTES, _ALL_BYTES = 8192, 1 << 22
 """Enough for the last steps of a run, and for the end of a report, where its verdict is."""
 _VERDICT = re.compile(rb'\n  "verdict": "([A-Z]+)"')
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether a folder has the plan or the log of a run."""
-    return (folder / PLAN).exists() or (folder / EVENTS).exists()
 
 
 class StoredRun:
@@ -55,16 +48,13 @@ class StoredRun:
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         """The last events, with which an outcome agrees; of a run without one, as good as all of them."""
-        is_over = self.owner is None and self.outcome
-        return self.log().last(_TAIL_BYTES if is_over else _ALL_BYTES)
+        size = _TAIL_BYTES if self.owner is None and self.outcome else _ALL_BYTES
+        lines = _read_end(self.folder / EVENTS, size).split(b"\n")  # the first one may be cut
+        return [event for line in lines if (event := parse_object(line)) is not None]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
         return [event for event in self.events if event.get("kind") == "step"]
-
-    def log(self, name: str = EVENTS) -> "Log":
-        """Return a log of the run: `events.jsonl`, `healing.jsonl` or `samples.jsonl`."""
-        return Log(self.folder / name)
 
     @property
     def crash(self) -> Path | None:
@@ -78,7 +68,7 @@ class StoredRun:
     @property
     def verdict(self) -> str | None:
         # Reports have all answers and can be large. Keys are sorted, so the verdict is near the end.
-        found = _VERDICT.findall(_read(self.folder / REPORT, -_TAIL_BYTES))
+        found = _VERDICT.findall(_read_end(self.folder / REPORT, _TAIL_BYTES))
         return found[-1].decode() if found else value_in(read_object(self.folder / REPORT), "verdict", kind=str)
 
     @property
@@ -106,50 +96,12 @@ class StoredRun:
         return value_in(self.outcome, "measured", "seconds") or value_in(self.outcome, "seconds")
 
 
-class Log:
-    """A log of one JSON object per line. It can be followed while it grows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset, self._line = 0, b""
-        """The last line that was read, and where it begins."""
-
-    def new(self) -> list[dict[str, Any]]:
-        """Return the events added since the last call, or all of a log that a rewind or a resume has cut meanwhile."""
-        data = _read(self._path, self._offset)
-        if not data.startswith(self._line):
-            self._offset, self._line, data = 0, b"", _read(self._path)
-        added = data[len(self._line) : data.rfind(b"\n") + 1]
-        if added:
-            self._offset += len(self._line) + added[:-1].rfind(b"\n") + 1
-            self._line = added[added[:-1].rfind(b"\n") + 1 :]
-        return _parse(added)
-
-    def last(self, num_bytes: int) -> list[dict[str, Any]]:
-        """Return the intact events at the end."""
-        return _parse(_read(self._path, -num_bytes))
-
-
-def _parse(data: bytes) -> list[dict[str, Any]]:
-    """Return the intact events. The first line may be cut, the last one incomplete."""
-    events = []
-    for line in data.split(b"\n"):
-        try:
-            event = orjson.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            events.append(event)
-    return events
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """Return a JSON object, or an empty one if the file is missing, damaged or something else."""
     try:
-        value = orjson.loads(read_bytes(path))
-    except (OSError, ValueError):
+        return parse_object(read_bytes(path)) or {}
+    except OSError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def value_in(record: Any, *keys: str, kind: Any = int | float) -> Any:
@@ -160,11 +112,11 @@ def value_in(record: Any, *keys: str, kind: Any = int | float) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _read(path: Path, start: int = 0) -> bytes:
-    """Return the content of a file from `start`, which counts from the end if it is negative."""
+def _read_end(path: Path, num_bytes: int) -> bytes:
+    """Return the last bytes of a file; none if it cannot be read."""
     try:
         with open_file(path) as file:
-            file.seek(max(start, -os.fstat(file.fileno()).st_size), os.SEEK_END if start < 0 else os.SEEK_SET)
+            file.seek(-min(num_bytes, os.fstat(file.fileno()).st_size), os.SEEK_END)
             return file.read()
     except OSError:
         return b""

@@ -12,9 +12,10 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, duration
+from tunewell.records.plan import PLAN
 from tunewell.runs.hang_monitor import process_cpu_seconds
 from tunewell.runs.listing import RunSummary, summary_of
-from tunewell.runs.state import StoredRun, is_run, value_in
+from tunewell.runs.state import EVENTS, StoredRun, value_in
 
 _SAMPLE_SECONDS = 0.5
 _STACK_SECONDS = 3.0
@@ -54,7 +55,7 @@ class RunStatus:
 
 def find_status(folder: Path, *, with_stacks: bool = False) -> RunStatus | None:
     """Return the status of a run, or None if the path is a folder without a run of its own."""
-    if is_run(folder):
+    if (folder / PLAN).exists() or (folder / EVENTS).exists():
         return run_status(folder, with_stacks=with_stacks)
     if with_stacks:
         raise UserError(f"`{folder}` is not a run", fix="name a run folder; `tunewell runs` lists runs")
