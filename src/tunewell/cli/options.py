@@ -73,10 +73,11 @@ def typer_function(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _declared(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, the type and the default of each option."""
+    """Yield the name, the type and the default of each option. A flag without a default is not set."""
     for name, parameter in signature(command).parameters.items():
         if not is_dataclass(hints[name]):
-            yield name, hints[name], parameter.default
+            is_flag = parameter.default is Parameter.empty and bool in get_args(hints[name])
+            yield name, hints[name], False if is_flag else parameter.default
             continue
         for field in fields(hints[name]):
             if any(isinstance(part, Option) for part in get_args(field.type)):

@@ -23,3 +23,14 @@ class Option:
 
 class Argument(Option):
     """An argument of a command, named by its place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsOptions:
+    """What all that loads the weights of a model must be told. Options of commands inherit it, and are passed on."""
+
+    allow_pickle: bool = False
+    """Whether to load `.pt` and `.bin` files, which can run code."""
+
+
+SAFE_WEIGHTS = WeightsOptions()

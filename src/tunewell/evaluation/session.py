@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.core.files import short_path
+from tunewell.core.options import WeightsOptions
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.text import shorten_line
 from tunewell.core.units import count
@@ -91,7 +92,7 @@ _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 32, 512
 
 
 @dataclass(frozen=True)
-class ValidateOptions:
+class ValidateOptions(WeightsOptions):
     """The options of an evaluation."""
 
     data: str | Path | Sequence[str | Path] | None = None
@@ -105,7 +106,6 @@ class ValidateOptions:
     out: str | Path | None = None
     """Folder of the report; by default the run's."""
     sets: Sequence[str] = ()
-    allow_pickle: bool = False
     lm_eval: Sequence[str] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metric functions by name, `fn(question, answer, reference) -> number`, in addition to `verdict.metrics`."""
@@ -191,7 +191,7 @@ class EvaluationSession:
         self.progress(Progress(f"loading {ref.name}"))
         # lm-eval needs a transformers model.
         backend: Backend = "packed" if self.options.lm_eval else "llama_cpp"
-        return open_chat_model(ref, device=self.options.device, allow_pickle=self.options.allow_pickle, backend=backend)
+        return open_chat_model(ref, device=self.options.device, weights=self.options, backend=backend)
 
     def _open_and_check(self) -> tuple[ChatModel, dict[str, int]]:
         """Load the model and find weights that are not finite; if these prevent loading, continue without weights."""

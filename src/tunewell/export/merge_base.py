@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tunewell.core.errors import UserError
+from tunewell.core.options import WeightsOptions
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.batches import spread_evenly
 from tunewell.data.corpus.reader import open_corpus
@@ -15,12 +16,12 @@ from tunewell.inference.model_ref import ModelRef
 _NUM_DOCUMENTS = 8
 
 
-def open_for_export(ref: ModelRef, *, allow_pickle: bool, progress: ProgressListener) -> ChatModel:
+def open_for_export(ref: ModelRef, *, weights: WeightsOptions, progress: ProgressListener) -> ChatModel:
     """Open a model in fp32 on the CPU, with its base as `export.merge_onto` says and a note on the other choice."""
     chosen = ref.loaded.config.export.merge_onto
     quantized = ref.plan.quantized if ref.plan else None
     if quantized is None or ref.adapter is None:
-        return _open(ref, allow_pickle)
+        return _open(ref, weights)
     if chosen == "original" and quantized.is_saved:
         raise UserError(
             "the adapter cannot be merged onto the original base model: only the quantised one is known",
@@ -34,10 +35,10 @@ def open_for_export(ref: ModelRef, *, allow_pickle: bool, progress: ProgressList
     losses: dict[str, float | None] = {}
     for name in [name for name in refs if name != chosen]:
         progress(Progress(f"measuring the adapter on the {name} base model"))
-        other = _open(refs[name], allow_pickle)
+        other = _open(refs[name], weights)
         losses[name] = _held_out_loss(other)
         other.unload()
-    model = _open(refs[chosen], allow_pickle)
+    model = _open(refs[chosen], weights)
     losses[chosen] = _held_out_loss(model)
     if None not in losses.values():
         shown = ", ".join(f"{loss:.4f} on the {name} one" for name, loss in losses.items())
@@ -48,8 +49,8 @@ def open_for_export(ref: ModelRef, *, allow_pickle: bool, progress: ProgressList
     return model
 
 
-def _open(ref: ModelRef, allow_pickle: bool) -> ChatModel:
-    return open_chat_model(ref, device="cpu", allow_pickle=allow_pickle, precision="fp32", backend="plain")
+def _open(ref: ModelRef, weights: WeightsOptions) -> ChatModel:
+    return open_chat_model(ref, device="cpu", weights=weights, precision="fp32", backend="plain")
 
 
 @torch.no_grad()

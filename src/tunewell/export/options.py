@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 from tunewell.core.errors import UserError
+from tunewell.core.options import WeightsOptions
 from tunewell.model_files.presets import is_preset
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _NOT_IN_OLLAMA_NAME = re.compile(r"[^a-z0-9._-]+")
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(WeightsOptions):
     """The options of an export. Every option has a default."""
 
     to: Sequence[str] | str | None = ()
@@ -39,7 +40,6 @@ class ExportOptions:
     """Name of the model in Ollama."""
     sets: Sequence[str] | str = ()
     """Config values, as `KEY=VALUE`."""
-    allow_pickle: bool = False
     creates: bool = True
     """Whether to call `ollama create` if the program is installed."""
 

@@ -8,6 +8,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from tunewell.core.child import Child
 from tunewell.core.errors import UserError
@@ -24,9 +25,12 @@ class ProofProcess(Child):
         # An interrupt ends the parent, which then ends this process without a second traceback.
         super().__init__(command, has_session=True, shows_errors=True)
 
-    def prove(self, folder: Path, *, allow_pickle: bool = False, progress: ProgressListener = silent) -> Parity:
-        """Verify an export and write its `parity.json`; raise UserError if the verification cannot run."""
-        self.send({"folder": str(folder), "allow_pickle": allow_pickle})
+    def prove(self, folder: Path, *, progress: ProgressListener = silent, **fields: Any) -> Parity:
+        """Verify an export and write its `parity.json`; raise UserError if the verification cannot run.
+
+        `fields` are those of `prove_export`.
+        """
+        self.send({"folder": str(folder), **fields})
         for message in self.messages():
             progress(Progress(**message))
         ended = self.wait()

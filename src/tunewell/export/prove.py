@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,18 +45,16 @@ _PACKAGES = ("torch", "transformers", "peft", "gguf", "xllamacpp")
 
 
 @torch.no_grad()
-def prove_export(
-    folder: Path, *, base: str | None = None, allow_pickle: bool = False, progress: ProgressListener = silent
-) -> Parity:
+def prove_export(folder: Path, *, progress: ProgressListener = silent, **fields: Any) -> Parity:
     """Compare every artefact of an export with the trained model; no files are written.
 
-    `base` is the new location of an adapter's base model, if it has moved. Raises UserError if the verification cannot
+    `fields` are fields of ProofContext: `base` and `allow_pickle`. Raises UserError if the verification cannot
     run, e.g. because a package or the base model is missing.
     """
     proof = read_proof(folder)
     reference = Reference.load(folder / REFERENCE, proof.model)
     require_tools([load_target(kind) for kind in dict.fromkeys(artefact.kind for artefact in proof.artefacts)])
-    context = ProofContext(folder, proof, reference, progress, base, allow_pickle)
+    context = ProofContext(folder, proof, reference, progress, **fields)
     links = _check_export(folder, proof, reference)
     for artefact in proof.artefacts:
         stage = f"verifying {artefact.name}"
@@ -114,10 +113,10 @@ def main() -> int:
     request = sys.stdin.readline()
     if not request:
         return 0  # the export failed before there was something to verify
-    order = json.loads(request)
-    folder = Path(order["folder"])
+    fields = json.loads(request)
+    folder = Path(fields.pop("folder"))
     try:
-        parity = prove_export(folder, allow_pickle=order["allow_pickle"], progress=_reporter())
+        parity = prove_export(folder, progress=_reporter(), **fields)
         write_record(folder / PARITY, parity)
     except UserError as error:
         message = {"what": error.what, "where": error.where, "fix": error.fix}

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
+from tunewell.core.options import SAFE_WEIGHTS, WeightsOptions
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
@@ -113,7 +114,7 @@ def open_chat_model(
     device: str = "auto",
     precision: str | None = None,
     with_base: bool = False,
-    allow_pickle: bool = False,
+    weights: WeightsOptions = SAFE_WEIGHTS,
     backend: Backend = "packed",
 ) -> ChatModel:
     """Load a model with its tokenizer and chat template. Raise UserError if it cannot be loaded.
@@ -128,7 +129,7 @@ def open_chat_model(
         llama, notes = None, []
     chat_model = _describe(ref, text, device="cpu" if llama else device, precision=precision)
     chat_model.notes += notes
-    with _weights_loader(chat_model, text, allow_pickle=allow_pickle, is_packed=backend != "plain") as load:
+    with _weights_loader(chat_model, text, weights, is_packed=backend != "plain") as load:
         if llama is not None:
             return _with_llama_cpp(chat_model, llama, text, load=load if with_base else None)
         return _with_torch(chat_model, load, with_base=with_base, is_streamed=backend != "plain")
@@ -160,7 +161,7 @@ _Load = Callable[[str], LoadedModel]
 
 @contextmanager
 def _weights_loader(
-    chat_model: ChatModel, text: TextPipeline, *, allow_pickle: bool, is_packed: bool
+    chat_model: ChatModel, text: TextPipeline, weights: WeightsOptions, *, is_packed: bool
 ) -> Iterator[_Load]:
     """Yield a function that loads a model by name, in the precision and on the device of the chat model."""
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
@@ -174,7 +175,7 @@ def _weights_loader(
                 _DTYPES[chat_model.precision],
                 added_tokens=chat_model.ref.added_tokens or text.tokenizer.added_by_us,
                 seed=chat_model.ref.loaded.config.seed,
-                allow_pickle=allow_pickle,
+                allow_pickle=weights.allow_pickle,
                 attention=SDPA if is_packed else "sdpa",
                 is_packed=is_packed,
             )

@@ -6,6 +6,7 @@ from os import PathLike, fspath
 from typing import overload
 
 from tunewell.core.errors import UserError
+from tunewell.core.options import WeightsOptions
 from tunewell.inference.chat import Chat, ChatOptions
 from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.runs.resolve import resolve_model
@@ -79,5 +80,5 @@ def load(
     it. Raises UserError if the model is not found.
     """
     ref = resolve_model(model, checkpoint=str(checkpoint), base=None if base is None else fspath(base))
-    opened = open_chat_model(ref, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
+    opened = open_chat_model(ref, device=device, weights=WeightsOptions(allow_pickle=allow_pickle), backend="llama_cpp")
     return Model(opened, name=ref.name, system=system)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
+from tunewell.core.options import WeightsOptions
 from tunewell.model_files.facts import find_key_map
 from tunewell.model_files.files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
@@ -180,7 +181,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(WeightsOptions):
     """The model to load, and the options for loading it."""
 
     model: str
@@ -199,7 +200,6 @@ class LoadOptions:
     """Whether the model will run on packed documents, which not every model supports."""
     is_whole: bool = False
     """Whether to load a complete multimodal model, as `AutoModelForCausalLM` does, instead of only its text part."""
-    allow_pickle: bool = False
     quantized: QuantizedBase | None = None
     """How to quantise the linear layers after loading. A model that was saved quantised is used as it is."""
 

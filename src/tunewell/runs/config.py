@@ -26,10 +26,12 @@ from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.launcher import is_launched, num_restarts
+from tunewell.core.options import WeightsOptions
 from tunewell.core.redact import REDACTED, redact
 from tunewell.data.sources.local import LocalFile
 from tunewell.model_files.files import locate
 from tunewell.model_files.presets import is_preset
+from tunewell.records.adapter import ADAPTER_CONFIG
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Chosen, Start
@@ -39,13 +41,12 @@ from tunewell.records.rundir import RUN_CONFIG, Outcome, RunDir, Status, find_ou
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(WeightsOptions):
     """Options to start or resume a run. The defaults are those of a library call."""
 
     is_resuming: bool = False
     allowed_changes: Sequence[str] = ()
     """Settings that may differ from the checkpoint on resume (the values of `--allow-change`)."""
-    allow_pickle: bool = False
     argv: Sequence[str] | None = None
     """The command-line arguments after `tunewell train`; None in a library call."""
     supervisor_fds: str | None = None
@@ -63,7 +64,6 @@ class RunOptions:
 
 OPEN_BOOK_CORPUS = "corpus-open-book"
 REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"
-_ADAPTER_CONFIG = "adapter_config.json"
 _FLAGS_OF_ONE_START = {"--resume": 0, "--allow-change": 1, "--worker": 1, "--supervised": 1}
 """Flags that a later resume must not repeat -> number of values of each flag."""
 
@@ -80,14 +80,13 @@ def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bo
     `tunewell.yaml`.
     """
     sets = [sets] if isinstance(sets, str) else sets
-    is_unnamed = given is None or given == ""
-    saved = _saved_config(sets) if is_resuming and is_unnamed else None
+    saved = _saved_config(sets) if is_resuming and given in (None, "") else None
     if saved is None:
         loaded = to_loaded_config(given, sets, **flags)
         require_no_open_points(loaded)
         return loaded
     loaded = load_config(saved, sets, **flags)
-    if REDACTED in json.dumps(loaded.config.model_dump(mode="json"), ensure_ascii=False):
+    if REDACTED in loaded.config.model_dump_json():
         raise UserError(
             "the run's config is incomplete: a secret was removed from it",
             where=str(loaded.path(loaded.config.run) / RUN_CONFIG),
@@ -131,7 +130,7 @@ def ended_before(loaded: LoadedConfig) -> Outcome | None:
     """
     outcome = find_outcome(loaded.path(loaded.config.run)) if is_launched() else None
     ends = ("finished", "stopped") if num_restarts() else ("finished",)
-    return outcome if outcome is not None and outcome.status in ends else None
+    return outcome if outcome and outcome.status in ends else None
 
 
 def exit_code_of(status: Status, code: int, *, is_strict: bool) -> int:
@@ -183,14 +182,18 @@ def with_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start | None]:
     Other configs are returned unchanged, and so is a resolved one. Raises UserError if training cannot go on from it.
     """
     config = loaded.config
-    path = loaded.path(config.model or "")
-    is_checkpoint = checkpoint_step(path.name) is not None and (path.parent.parent / PLAN).is_file()
-    is_start = config.model is not None and any((path / name).is_file() for name in (_ADAPTER_CONFIG, PLAN))
-    if not (is_start or is_checkpoint or config.method.adapter):
+    if not config.method.adapter and (config.model is None or not _is_trained(loaded.path(config.model))):
         return loaded, None
     from tunewell.runs.start import find_start  # imports torch, which `prepare` does without
 
     return find_start(loaded)
+
+
+def _is_trained(path: Path) -> bool:
+    """Return whether a path is a run, one of its checkpoints or an adapter."""
+    if checkpoint_step(path.name) is not None and (path.parent.parent / PLAN).is_file():
+        return True
+    return (path / PLAN).is_file() or (path / ADAPTER_CONFIG).is_file()
 
 
 def dump_config(loaded: LoadedConfig, argv: Sequence[str] | None = None) -> str:
@@ -228,15 +231,15 @@ def resume_command(loaded: LoadedConfig, options: RunOptions) -> str:
     If the run folder has the complete config, the command contains only the folder. Otherwise it repeats the first
     command line or, after a library call, contains the path of the config in the run folder.
     """
-    words = ["tunewell", "train", "--resume"]
+    run, folder = loaded.config.run, loaded.path(loaded.config.run)
     pickle = ["--allow-pickle"] if options.allow_pickle else []
     if _is_complete_in_folder(loaded):
-        run = loaded.config.run
-        return shlex.join([*words, *pickle, *(["--out", run] if run != Config().run else [])])
-    if options.argv is not None:
-        return shlex.join([*words, *_repeatable(options.argv)])
-    folder = loaded.path(loaded.config.run)
-    return shlex.join([*words, *pickle, "--config", str(folder / RUN_CONFIG), "--out", str(folder)])
+        words = [*pickle, *(["--out", run] if run != Config().run else [])]
+    elif options.argv is not None:
+        words = _repeatable(options.argv)
+    else:
+        words = [*pickle, "--config", str(folder / RUN_CONFIG), "--out", str(folder)]
+    return shlex.join(["tunewell", "train", "--resume", *words])
 
 
 def _is_complete_in_folder(loaded: LoadedConfig) -> bool:

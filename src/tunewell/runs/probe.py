@@ -99,7 +99,7 @@ def probe_run(
     """
     sizes = sweep_sizes(outlook)[0] if is_sweeping else []
     key = _key(loaded, plan, outlook)
-    if (known := _read_cache(key)) is not None and (known.get("sizes") or not sizes):
+    if (known := _CACHE.read(key)) is not None and (known.get("sizes") or not sizes):
         return _result(known, plan, outlook), ""
     if find_spec("torch") is None or find_spec("transformers") is None:
         return None, "torch is not installed"
@@ -137,7 +137,7 @@ def with_probe(planner: Planner, found: ProbeResult) -> Planner:
 
 def cached_probe(loaded: LoadedConfig, plan: Plan, outlook: Outlook) -> ProbeResult | None:
     """Return what an earlier `plan` or run measured with the same settings on this machine, or None."""
-    known = _read_cache(_key(loaded, plan, outlook))
+    known = _CACHE.read(_key(loaded, plan, outlook))
     return None if known is None else _result(known, plan, outlook)
 
 
@@ -219,8 +219,3 @@ def _key(loaded: LoadedConfig, plan: Plan, outlook: Outlook) -> list[Any]:
     own = [plan.precision.value, plan.attention.value, outlook.work.micro_tokens, asdict(outlook.work.shape)]
     machine = [device.kind, device.label, device.memory_bytes]
     return [config, plan.corpus_sha256, own, machine, versions]
-
-
-def _read_cache(key: Any) -> dict[str, Any] | None:
-    found = _CACHE.read(key)
-    return found if isinstance(found, dict) and "warm_up" in (found.get("eager") or {}) else None

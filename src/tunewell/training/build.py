@@ -95,7 +95,7 @@ class RunInputs:
     """The folder that this rank writes to. Only rank 0 writes to the run folder."""
     world: World
     listener: Listener
-    allow_pickle: bool = False
+    allow_pickle: bool
     hooks: StepHooks = field(default_factory=StepHooks)
     heartbeat: Callable[[], None] | None = None
 

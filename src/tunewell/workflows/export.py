@@ -135,7 +135,7 @@ class _Job:
     def write(self, folder: Path, answer_tokens: int) -> tuple[Proof, list[str]]:
         """Load the model, and write all targets and the reference for verification. Return the record and notes."""
         self.progress(Progress("loading the trained model"))
-        model = open_for_export(self.ref, allow_pickle=self.options.allow_pickle, progress=self.progress)
+        model = open_for_export(self.ref, weights=self.options, progress=self.progress)
         arguments = self.ref.loaded.config.template.arguments
         facts = preflight_facts(model.tokenizer, model.masker, arguments, model.model.config.to_dict)
         for target in self.targets:

@@ -26,7 +26,7 @@ def export_after_training(
     loaded: LoadedConfig,
     result: TrainResult,
     *,
-    allow_pickle: bool = False,
+    allow_pickle: bool,
     progress: ProgressListener = silent,
     announce: Announce | None = None,
 ) -> ExportStep:

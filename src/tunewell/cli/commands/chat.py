@@ -9,6 +9,7 @@ from tunewell.cli.render import AsIs, emit, json_text
 from tunewell.cli.screens.chat import converse, loading, report_dropped, report_sources, start_answer, write_answers
 from tunewell.core.errors import UserError
 from tunewell.core.features import require_hook
+from tunewell.core.options import WeightsOptions
 
 if TYPE_CHECKING:
     from tunewell.inference.chat import Answer, Chat
@@ -27,7 +28,8 @@ def command(
     checkpoint: Checkpoint = "best",
     base: BaseModel = None,
     device: Device = "auto",
-    allow_pickle: AllowPickle = False,
+    *,
+    allow_pickle: AllowPickle,
     json: AsJson = False,
 ) -> None:
     """Chat with your trained model (or any other)."""
@@ -47,7 +49,11 @@ def command(
 
         options = ChatOptions(temperature, length, seed)
         chat_model = open_chat_model(
-            ref, device=device, with_base=with_base, allow_pickle=allow_pickle, backend="llama_cpp"
+            ref,
+            device=device,
+            with_base=with_base,
+            weights=WeightsOptions(allow_pickle=allow_pickle),
+            backend="llama_cpp",
         )
         chat = Chat(chat_model, system, options)
         retrieval = None

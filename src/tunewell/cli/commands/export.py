@@ -42,7 +42,8 @@ def command(
     name: Annotated[str | None, Option("Name of the model in Ollama. Default: the run's name.")] = None,
     no_create: Annotated[bool, Option("Do not call `ollama create`.")] = False,
     set_: Sets = None,
-    allow_pickle: AllowPickle = False,
+    *,
+    allow_pickle: AllowPickle,
     json: AsJson = False,
 ) -> None:
     """Export a run to an adapter, merged weights, GGUF or Ollama.

@@ -59,7 +59,8 @@ def command(
     allow_change: Annotated[
         list[str] | None, Option("Resume even though this setting has changed. Can be repeated.", "NAME")
     ] = None,
-    allow_pickle: AllowPickle = False,
+    *,
+    allow_pickle: AllowPickle,
     enable_fault_injection: Annotated[bool, Option(hidden=True)] = False,
     no_supervisor: Annotated[bool, Option("Train in this process, for debuggers. A crash ends the run.")] = False,
     worker: Annotated[str | None, Option(flags=("--worker", "--supervised"), hidden=True)] = None,

@@ -26,7 +26,8 @@ def command(
     out: Annotated[Path | None, Option("Folder for the report. Default: the run's folder.")] = None,
     lm_eval: Annotated[str | None, Option("Additional lm-eval tasks, separated by commas.", "TASKS")] = None,
     set_: Sets = None,
-    allow_pickle: AllowPickle = False,
+    *,
+    allow_pickle: AllowPickle,
     json: AsJson = False,
 ) -> None:
     """Test a trained model on held-out rows: PASS, WEAK, FAIL or UNPROVEN.

@@ -16,7 +16,8 @@ from tunewell.core.progress import Progress
 def command(
     folder: Annotated[str, Argument("A folder that `tunewell export` wrote, or where `push` uploaded it.", "EXPORT")],
     base: Annotated[str | None, Option("The base model of an adapter, if it has moved.")] = None,
-    allow_pickle: AllowPickle = False,
+    *,
+    allow_pickle: AllowPickle,
     json: AsJson = False,
 ) -> None:
     """Check again that an export matches the trained model.

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file, sha256_text
+from tunewell.core.options import WeightsOptions
 from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
 from tunewell.core.units import percent
 from tunewell.core.version import made_by
@@ -306,7 +307,7 @@ class ProofUnavailable(UserError):
 
 
 @dataclass(frozen=True)
-class ProofContext:
+class ProofContext(WeightsOptions):
     """An export on disk, with its reference and the options of the verification."""
 
     folder: Path
@@ -315,7 +316,6 @@ class ProofContext:
     progress: ProgressListener
     base: str | None = None
     """New location of the adapter's base model, if it has moved since the export."""
-    allow_pickle: bool = False
 
     @property
     def answer_tokens(self) -> int:

@@ -12,6 +12,7 @@ import typer
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument, Option
 from tunewell.cli.render import emit, folded_table
 from tunewell.cli.screens.chat import loading
+from tunewell.core.options import WeightsOptions
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def command(
     base: BaseModel = None,
     template: Annotated[str | None, Option("Chat template, for a model without one.", "NAME")] = None,
     device: Device = "auto",
-    allow_pickle: AllowPickle = False,
+    *,
+    allow_pickle: AllowPickle,
     json: AsJson = False,
 ) -> None:
     """Serve a model over OpenAI's chat API."""
@@ -52,7 +54,7 @@ def command(
             device=device,
             name=name,
             index=index,
-            allow_pickle=allow_pickle,
+            weights=WeightsOptions(allow_pickle=allow_pickle),
         )
     # On one line, so that a program can read it from a pipe while the server runs.
     emit(json_module.dumps(asdict(server.info)) if json else screen(server.info))

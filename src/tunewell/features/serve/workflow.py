@@ -10,6 +10,7 @@ from typing import Any
 
 from tunewell.core.features import require_hook
 from tunewell.core.optional import import_optional
+from tunewell.core.options import SAFE_WEIGHTS, WeightsOptions
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.model_ref import ModelRef
 from tunewell.training.signals import Signals
@@ -80,7 +81,7 @@ def open_server(
     device: str = "auto",
     name: str | None = None,
     index: str | None = None,
-    allow_pickle: bool = False,
+    weights: WeightsOptions = SAFE_WEIGHTS,
 ) -> Server:
     """Open a port and load the model. Raise UserError before that for a public address without a token."""
     for module in ("starlette", "uvicorn", "openai"):
@@ -96,7 +97,7 @@ def open_server(
     address = listen(options.host, options.port, has_token=token is not None)
     with ExitStack() as undo:
         undo.callback(address.listener.close)
-        model = open_chat_model(subject, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
+        model = open_chat_model(subject, device=device, weights=weights, backend="llama_cpp")
         finder = require_hook("retrieval", "open_finder", needed_by="`--index`")(index) if index is not None else None
         add_passages = finder.add_passages if finder is not None else None
         served = ServedModel(model, name or api_name(subject), add_passages=add_passages)

@@ -24,7 +24,8 @@ def command(
     seeds: Annotated[int, Option("Train the two best settings with this many seeds.", "N")] = 1,
     resume: Annotated[bool, Option("Resume the sweep in the `--out` folder.")] = False,
     no_validate: Annotated[bool, Option("Do not test the models.")] = False,
-    allow_pickle: AllowPickle = False,
+    *,
+    allow_pickle: AllowPickle,
     json: AsJson = False,
 ) -> None:
     """Train with every combination of some settings, and name the best run.

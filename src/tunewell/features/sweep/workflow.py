@@ -9,6 +9,7 @@ from tunewell.config.load import ConfigLike
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, make_private, require_output_path
 from tunewell.core.launcher import world_size
+from tunewell.core.options import WeightsOptions
 from tunewell.features.sweep.runner import Shown, SweepRunner
 from tunewell.features.sweep.sweep import (
     SWEEP,
@@ -24,14 +25,13 @@ from tunewell.runs.config import RunOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
+class SweepOptions(WeightsOptions):
     """Options of a sweep that are not settings of its runs."""
 
     out: Path = Path("sweep")
     seeds: int = 1
     """The two best settings are trained with this many seeds."""
     is_resuming: bool = False
-    allow_pickle: bool = False
     owns_process: bool = False
     """True on the command line, as in RunOptions."""
 
