@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from tunewell.core.errors import UserError
@@ -45,27 +46,28 @@ class LossPlot:
     """The loss curve of one run, sorted by step and clipped at its ceiling, with its legend and texts."""
 
     def __init__(self, curve: Curve) -> None:
-        self._train, self._held_out = sorted(curve.train, key=_step), sorted(curve.held_out, key=_step)
-        self._known = drawable((*self._train, *self._held_out))
-        self._num_bad = len(self._train) + len(self._held_out) - len(self._known)
-        self._limit = ceiling(self._train, self._held_out)
-        self._cut = cut(self._train, self._limit), cut(self._held_out, self._limit)
-        evaluations = drawable(self._held_out)
+        train, held_out = sorted(curve.train, key=itemgetter(0)), sorted(curve.held_out, key=itemgetter(0))
+        self._series = {"training loss": train, "held-out loss": held_out}
+        self._known = drawable((*train, *held_out))
+        self._num_bad = len(train) + len(held_out) - len(self._known)
+        self._limit = ceiling(train, held_out)
+        self._train, self._held_out = cut(train, self._limit), cut(held_out, self._limit)
+        evaluations = drawable(held_out)
         named = [point for point in evaluations if point[0] == curve.best_step]
         self._best = min(named or evaluations, key=by_value, default=None)
-        self._window = smoothing_window(len(self._train))
-        self.is_log = needs_log_scale([value for points in self._cut for _, value in drawable(points)])
+        self._window = smoothing_window(len(train))
+        self.is_log = needs_log_scale([value for _, value in drawable((*self._train, *self._held_out))])
 
     @property
     def description(self) -> str:
         """A description of the curve for screen readers."""
         parts = []
-        for name, points in (("Training loss", self._train), ("Held-out loss", self._held_out)):
+        for name, points in self._series.items():
             if known := drawable(points):
                 first, last = known[0], known[-1]
                 is_one = first[0] == last[0]
                 change = _at_step(first) if is_one else f"from {_at_step(first)} to {_at_step(last)}"
-                parts.append(f"{name} {change}.")
+                parts.append(f"{name.capitalize()} {change}.")
         if self._best:
             parts.append(f"The best held-out loss is {_at_step(self._best)}.")
         return " ".join(parts)
@@ -74,7 +76,7 @@ class LossPlot:
     def remarks(self) -> list[str]:
         """Remarks about losses that the curve cannot show: non-finite, clipped or zero."""
         remarks = []
-        for name, points in (("training loss", self._train), ("held-out loss", self._held_out)):
+        for name, points in self._series.items():
             if bad := [step for step, value in points if not can_draw(value)]:
                 shown = ", ".join(map(count, bad[:5])) + (", ..." if len(bad) > 5 else "")
                 steps = f"{count(len(bad), 'step')} ({'step' if len(bad) == 1 else 'steps'} {shown})"
@@ -108,20 +110,19 @@ class LossPlot:
         """Return axes, lines and points as SVG elements, or "" if no loss is finite. CSS classes set the colours."""
         if not self._known:
             return ""
-        train, held_out = self._cut
-        plot = SvgPlot([*train, *held_out], width, height)
-        gaps = sorted({round(plot.x(step)) for step, value in (*train, *held_out) if not can_draw(value)})
+        points = [*self._train, *self._held_out]
+        plot = SvgPlot(points, width, height)
+        gaps = sorted({round(plot.x(step)) for step, value in points if not can_draw(value)})
         plot.shapes += [f'<path class="gap" d="M{at} {plot.bottom}v-10"/>' for at in gaps]
-        is_smoothed = self._window > 1 and drawable(train)
-        plot.draw_line(train, 'class="raw"' if is_smoothed else 'class="smooth"')
-        if is_smoothed:
-            plot.draw_line(smooth(train), 'class="smooth"')
-        plot.draw_line(held_out, 'class="evaluation"')
+        if self._window > 1:
+            plot.draw_line(self._train, 'class="raw"')
+        plot.draw_line(smooth(self._train), 'class="smooth"')
+        plot.draw_line(self._held_out, 'class="evaluation"')
         # At most one dot per three units of width, so that many evaluations do not overlap.
-        dots = {round(across / 3): (across, down) for across, down in map(plot.place, drawable(held_out))}
+        dots = {round(across / 3): (across, down) for across, down in map(plot.place, drawable(self._held_out))}
         plot.shapes += [f'<circle class="dot" cx="{x:g}" cy="{y:g}" r="3.6"/>' for x, y in dots.values()]
-        for point in cut([self._best] if self._best else [], self._limit):
-            across, down = plot.place(point)
+        if self._best:
+            across, down = plot.place(*cut([self._best], self._limit))
             plot.shapes.append(f'<circle class="ring" cx="{across:g}" cy="{down:g}" r="8"/>')
         return "\n".join(plot.shapes)
 
@@ -129,7 +130,7 @@ class LossPlot:
         """Draw the curve in `width` by `height` characters, with axes. Return "" if no loss is finite."""
         if not self._known:
             return ""
-        line, marks = smooth(self._cut[0]), drawable(self._cut[1])
+        line, marks = smooth(self._train), drawable(self._held_out)
         plot = TextPlot([*line, *marks], width, height, is_ascii=is_ascii)
         plot.draw_line(line)
         plot.draw_marks(marks)
@@ -143,10 +144,6 @@ class LossPlot:
         if self._limit is not None:
             rows.append(f"cut at {self._limit:.4g}; the highest value is {max(self._known, key=by_value)[1]:.4g}")
         return "\n".join(rows)
-
-
-def _step(point: tuple[int, float]) -> int:
-    return point[0]
 
 
 def draw_curve(losses: Points, held_out: Points, *, width: int = 60, height: int = 10, is_ascii: bool = False) -> str:

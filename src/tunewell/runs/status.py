@@ -26,11 +26,10 @@ _RECENT_STEPS = 32
 
 
 @dataclass(frozen=True)
-class RunStatus:
+class RunStatus(RunSummary):
     """The state of a run and of its process. Unknown values are None."""
 
-    summary: RunSummary
-    state: str
+    state: str = ""
     """One sentence: whether the run computes, waits or has ended."""
     owner: str | None = None
     pid: int | None = None
@@ -46,11 +45,6 @@ class RunStatus:
     """Seconds since the last line in `events.jsonl`."""
     last_event: dict[str, Any] = field(default_factory=dict)
     stacks: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the status as a JSON object."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "summary"}
-        return {**self.summary.as_json(), **values}
 
 
 def find_status(folder: Path, *, with_stacks: bool = False) -> RunStatus | None:
@@ -80,8 +74,7 @@ def run_status(folder: Path, *, with_stacks: bool = False) -> RunStatus:
     cpu, share = _cpu(pid) if pid else (None, None)
     last = run.events[-1] if run.events else {}
     status = RunStatus(
-        summary=summary,
-        state="",
+        **vars(summary),
         owner=str(owner) if owner else None,
         pid=pid,
         stage=_stage(run) if run.is_running else None,
@@ -118,9 +111,8 @@ def _is_runnable(pid: int) -> bool:
 
 def _state(run: StoredRun, now: RunStatus) -> str:
     if not run.is_running:
-        name = now.summary.status
-        note = (now.summary.note or "").removeprefix(f"{name} ")  # "finished all 60 steps"
-        return f"{name}: {note}" if note else name
+        note = (now.note or "").removeprefix(f"{now.status} ")  # "finished all 60 steps"
+        return f"{now.status}: {note}" if note else now.status
     if now.pid is None:
         return f"running on {run.owner.host if run.owner else '?'}, which cannot be checked from here"
     since, usual = now.since_event, now.step_seconds

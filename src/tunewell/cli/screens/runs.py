@@ -86,35 +86,34 @@ def _ago(when: float) -> str:
     return "now" if seconds < 60 else f"{duration(seconds).rsplit(' ', 2)[0]} ago"
 
 
-def status_screen(status: "RunStatus") -> str:
+def status_screen(run: "RunStatus") -> str:
     """Return the state of one run as one screen."""
-    run = status.summary
-    rows = [["run", run.run], ["state", status.state]]
-    if status.stage:
-        rows.append(["doing", status.stage])
+    rows = [["run", run.run], ["state", run.state]]
+    if run.stage:
+        rows.append(["doing", run.stage])
     done = f"{count(run.steps)} of {count(run.planned_steps)}" if run.steps is not None and run.planned_steps else "-"
     speed = f", {run.tokens_per_second:,.0f} tokens/s" if run.tokens_per_second else ""
-    usual = f", {duration(status.step_seconds)} each" if status.step_seconds else ""
+    usual = f", {duration(run.step_seconds)} each" if run.step_seconds else ""
     rows.append(["steps", f"{done}{usual}{speed}"])
-    if status.owner:
-        rows.append(["owner", status.owner])
-    if status.cpu_seconds is not None:
-        now = "" if status.cpu_share is None else f", {status.cpu_share:.2f} cores busy now"
-        rows.append(["CPU time", f"{duration(status.cpu_seconds)}{now}"])
+    if run.owner:
+        rows.append(["owner", run.owner])
+    if run.cpu_seconds is not None:
+        now = "" if run.cpu_share is None else f", {run.cpu_share:.2f} cores busy now"
+        rows.append(["CPU time", f"{duration(run.cpu_seconds)}{now}"])
     losses = [f"training {format_loss(run.loss)}"] if run.loss is not None else []
     losses += [f"held-out {format_loss(run.held_out)}"] if run.held_out is not None else []
     rows += [["loss", ", ".join(losses)]] if losses else []
     rows += [["verdict", run.verdict]] if run.verdict else []
-    if status.last_event:
-        event = status.last_event
+    if run.last_event:
+        event = run.last_event
         step = f" of step {count(event['step'])}" if isinstance(event.get("step"), int) else ""
-        ago = f", {duration(status.since_event)} ago" if status.since_event is not None else ""
+        ago = f", {duration(run.since_event)} ago" if run.since_event is not None else ""
         kind = str(event.get("kind", "unknown"))
         rows.append(["last event", f"{_EVENTS.get(kind, kind)}{step}{ago}"])
     rows += [["model", run.model or "-"], ["data", run.data or "-"]]
     text = folded_table(rows)
-    if status.stacks:
-        return f"{text}\n\n{status.stacks}"
-    if status.pid is not None:
+    if run.stacks:
+        return f"{text}\n\n{run.stacks}"
+    if run.pid is not None:
         return f"{text}\nnext: `tunewell runs {shlex.quote(run.run)} --stacks` shows where each thread is"
     return text
