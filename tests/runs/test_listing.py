@@ -14,8 +14,9 @@ from tunewell.cli.main import main
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
 from tunewell.runs.heartbeat import Pulse
-from tunewell.runs.listing import find_runs, list_runs, summarise
-from tunewell.runs.status import dump_stacks, run_status
+from tunewell.runs.listing import find_runs, list_runs
+from tunewell.runs.state import StoredRun
+from tunewell.runs.status import RunStatus, dump_stacks
 
 
 def a_run(folder: Path, *, steps: int = 4, held_out: Any = 1.5, status: str | None = "finished", **plan: Any) -> Path:
@@ -52,7 +53,7 @@ def test_a_finished_run_is_summarised_from_its_files(tmp_path: Path) -> None:
     """Guards against a table that shows another number than the run's own files."""
     run = a_run(tmp_path / "run")
     (run / "report.json").write_text(json.dumps({"exchanges": [], "verdict": "PASS"}, indent=2))
-    found = summarise(run)
+    found = StoredRun(run)
     assert (found.status, found.verdict, found.held_out, found.loss) == ("finished", "PASS", 1.5, 2.6)
     assert (found.steps, found.planned_steps, found.tokens_per_second) == (4, 10, 200.0)
     assert (found.model, found.method, found.data) == ("a/model", "lora", "rows.jsonl")
@@ -63,9 +64,9 @@ def test_a_verdict_in_an_answer_is_not_the_verdict(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     answers = [{"text": '\n  "verdict": "PASS"'}] * 3
     (run / "report.json").write_text(json.dumps({"exchanges": answers, "verdict": "FAIL"}, indent=2, sort_keys=True))
-    assert summarise(run).verdict == "FAIL"
+    assert StoredRun(run).verdict == "FAIL"
     (run / "report.json").write_text(json.dumps({"verdict": "WEAK"}))  # as another program writes it
-    assert summarise(run).verdict == "WEAK"
+    assert StoredRun(run).verdict == "WEAK"
 
 
 def test_running_killed_and_resumed_runs_are_told_apart(tmp_path: Path) -> None:
@@ -75,12 +76,12 @@ def test_running_killed_and_resumed_runs_are_told_apart(tmp_path: Path) -> None:
     lock(killed, ended_pid())
     (resumed / "outcome.json").write_text(json.dumps({"status": "interrupted", "steps": 2, "held_out": {"best": 2.0}}))
     lock(resumed, os.getpid())
-    assert summarise(running).status == "running"
-    assert summarise(killed).status == "killed"
-    now = summarise(resumed)
+    assert StoredRun(running).status == "running"
+    assert StoredRun(killed).status == "killed"
+    now = StoredRun(resumed)
     assert (now.status, now.steps, now.held_out) == ("running", 4, 1.5), "an old outcome was shown"
     lock(resumed, 1, host="elsewhere")
-    assert "elsewhere" in run_status(resumed).state
+    assert "elsewhere" in RunStatus(resumed).state
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"model": 3, "num_steps": 7, "config": []}', "\0\0"])
@@ -142,14 +143,14 @@ def test_the_status_of_a_silent_run_tells_computing_from_waiting(tmp_path: Path)
     idle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         lock(run, busy.pid)
-        status = run_status(run)
+        status = RunStatus(run)
         assert status.state.startswith("computing, but"), status.state
         assert status.stage == "step 5, forward pass 1 of about 2"
         assert status.cpu_seconds is not None and status.cpu_share is not None
         while Path(f"/proc/{idle.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             pass
         lock(run, idle.pid)
-        assert "may hang" in run_status(run).state
+        assert "may hang" in RunStatus(run).state
         with pytest.raises(UserError, match="stacks"):
             dump_stacks(idle.pid)  # no supervisor; a signal would have ended it
         assert idle.poll() is None
@@ -158,7 +159,7 @@ def test_the_status_of_a_silent_run_tells_computing_from_waiting(tmp_path: Path)
             process.kill()
             process.wait()
     with pytest.raises(UserError, match="no running process"):
-        run_status(run, with_stacks=True)
+        RunStatus(run, with_stacks=True)
 
 
 def test_a_run_writes_its_activity(tmp_path: Path) -> None:

@@ -22,9 +22,14 @@ Show = bool | Callable[[Any], None]
 
 @contextmanager
 def shown(progress: Show, *, is_training: bool = False) -> Iterator[Listener]:
-    """Yield the listener for one call. The number of torch threads is restored after the call."""
-    with _same_threads():
+    """Yield the listener for one call. The number of torch threads, which the work changes, is restored after it."""
+    torch = sys.modules.get("torch")
+    num_threads = torch.get_num_threads() if torch is not None else 0
+    try:
         yield from _listeners(progress, is_training=is_training)
+    finally:
+        if torch is not None:
+            torch.set_num_threads(num_threads)
 
 
 def _listeners(progress: Show, *, is_training: bool) -> Iterator[Listener]:
@@ -42,18 +47,6 @@ def _listeners(progress: Show, *, is_training: bool) -> Iterator[Listener]:
     else:
         with shown_progress() as show:
             yield lambda event: show(event) if isinstance(event, Progress) else None
-
-
-@contextmanager
-def _same_threads() -> Iterator[None]:
-    """Restore the number of torch threads, which training and generation change."""
-    torch = sys.modules.get("torch")
-    num_threads = torch.get_num_threads() if torch is not None else None
-    try:
-        yield
-    finally:
-        if torch is not None and num_threads is not None:
-            torch.set_num_threads(num_threads)
 
 
 def in_notebook() -> bool:

@@ -72,10 +72,8 @@ def _data(plan: Plan, manifest: Manifest) -> CheckedItem:
 
 
 def _template(manifest: Manifest) -> CheckedItem:
-    names = list(dict.fromkeys(record.name for record in manifest.templates))
-    if not names:
-        return CheckedItem("template", "none: the rows are plain text")
-    return CheckedItem("template", ", ".join(names))
+    names = dict.fromkeys(record.name for record in manifest.templates)
+    return CheckedItem("template", ", ".join(names) or "none: the rows are plain text")
 
 
 def _time(plan: Plan) -> CheckedItem:

@@ -1,6 +1,7 @@
 """The run folder: open it on every rank, write plan, config and document hashes, and restore a run on resume."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,8 +29,6 @@ from tunewell.training.run import Run, has_same_optimizer, resume
 from tunewell.training.saved_checkpoints import compare_identity
 
 _NUM_NAMED = 3
-_DocumentKey = tuple[str, int, int]
-"""Source, row, and index of the document within its row."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class RunFolder:
         if self.run_dir is not None:
             write_plan(self.path, plan)
             self.write_config(loaded, argv=argv)
-            lines = ("\t".join(map(str, (*key, digest))) for key, digest in _document_hashes(corpus))
-            write_atomic(self.path / DOCUMENTS, "\n".join(lines) + "\n")
+            lines = (f"{key}\t{digest}\n" for key, digest in _document_hashes(corpus).items())
+            write_atomic(self.path / DOCUMENTS, "".join(lines))
 
     def write_base(self, model: str) -> None:
         """Write the content of the base model, which later commands compare with the model's files."""
@@ -56,12 +55,9 @@ class RunFolder:
             write_atomic(self.path / BASE, stable_json(read_content(model).model_dump()))
 
     def write_config(self, loaded: LoadedConfig, *, argv: Sequence[str] | None) -> None:
-        """Write the config if it differs from the one in the folder."""
+        """Write the config of the last start."""
         if self.run_dir is not None:
-            text = dump_config(loaded, argv)
-            path = self.run_dir.path / RUN_CONFIG
-            if not path.is_file() or read_text(path) != text:
-                self.run_dir.write(RUN_CONFIG, text)
+            self.run_dir.write(RUN_CONFIG, dump_config(loaded, argv))
 
     def keep(self) -> None:
         """Keep the folder even if the run fails from now on. Called before the first step."""
@@ -93,42 +89,44 @@ def open_run_folder(loaded: LoadedConfig, world: World, *, is_resuming: bool) ->
 
 def require_same_documents(folder: Path, corpus: Corpus) -> None:
     """Raise a UserError that lists the documents added, removed or changed since the start of the run."""
-    before, now = _read_document_hashes(folder), dict(_document_hashes(corpus))
-    added = [key for key in now if key not in before]
-    removed = [key for key in before if key not in now]
-    changed = [key for key, digest in now.items() if key in before and before[key] != digest]
+    before, now = _read_document_hashes(folder), _document_hashes(corpus)
+    differences = {
+        "added": [key for key in now if key not in before],
+        "removed": [key for key in before if key not in now],
+        "changed": [key for key, digest in now.items() if before.get(key, digest) != digest],
+    }
     what = "the documents differ from those at the start of the run"
     if before:
-        what += f": {count(len(added))} added, {count(len(removed))} removed, {count(len(changed))} changed"
-    named = [
-        f"{kind}: {source} row {row}"
-        for kind, keys in (("added", added), ("removed", removed), ("changed", changed))
-        for source, row, _ in keys
-    ]
+        what += ": " + ", ".join(f"{count(len(keys))} {kind}" for kind, keys in differences.items())
+    places = [(kind, *key.rsplit("\t", 2)) for kind, keys in differences.items() for key in keys]
+    named = [f"{kind}: {source} row {row}" for kind, source, row, _ in places[:_NUM_NAMED]]
     raise UserError(
         what,
-        where="; ".join(named[:_NUM_NAMED]) or "the order of the documents or the settings of `prepare`",
+        where="; ".join(named) or "the order of the documents or the settings of `prepare`",
         fix="restore the rows, start a new run with `--out`, or resume with `--allow-change data`",
     )
 
 
-def _document_hashes(corpus: Corpus) -> Iterator[tuple[_DocumentKey, str]]:
+def _document_hashes(corpus: Corpus) -> dict[str, str]:
+    """Return a hash of each document by source, row, and index within the row, separated by tabs."""
     index, sources = corpus.index, [source.name for source in corpus.manifest.sources]
-    numbers: dict[tuple[str, int], int] = {}
+    hashes: dict[str, str] = {}
+    num_documents: Counter[str] = Counter()
     for document in range(len(corpus)):
         ids, labels = corpus.arrays(document)
-        row = (sources[int(index["source"][document])], int(index["row"][document]))
-        numbers[row] = numbers.get(row, -1) + 1
-        yield (*row, numbers[row]), hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=8).hexdigest()
+        row = f"{sources[int(index['source'][document])]}\t{index['row'][document]}"
+        digest = hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=8)
+        hashes[f"{row}\t{num_documents[row]}"] = digest.hexdigest()
+        num_documents[row] += 1
+    return hashes
 
 
-def _read_document_hashes(folder: Path) -> dict[_DocumentKey, str]:
+def _read_document_hashes(folder: Path) -> dict[str, str]:
     try:
         lines = read_text(folder / DOCUMENTS).splitlines()
     except OSError:
         return {}
-    fields = [line.rsplit("\t", 3) for line in lines]
-    return {(name, int(row), int(number)): digest for name, row, number, digest in fields}
+    return {key: digest for key, _, digest in (line.rpartition("\t") for line in lines)}
 
 
 # Resume a run from its newest valid checkpoint, after checking that no setting has changed.

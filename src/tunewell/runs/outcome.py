@@ -1,6 +1,10 @@
 """Write the result files of a run: `outcome.json`, the loss curve `loss.svg` and the page `README.md`."""
 
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import load_config
@@ -12,13 +16,27 @@ from tunewell.core.redact import redact
 from tunewell.data.corpus.reader import Corpus
 from tunewell.model_files.files import WEIGHT_SUFFIXES
 from tunewell.model_files.presets import is_preset
+from tunewell.planning.memory import CONTEXT_BYTES
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, write_outcome
+from tunewell.records.prediction import Measurement
+from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, read_outcome, write_outcome
 from tunewell.runs.loss_curve import write_loss_svg
-from tunewell.runs.prediction import make_measurement
 from tunewell.runs.result import TrainResult, healing_summary
+from tunewell.training.memory import peak_memory
 from tunewell.training.run import Run
+
+PHASES = {
+    "prepare": "prepare",
+    "plan": "prepare",
+    "load": "load",
+    "check": "check",
+    "train": "steps",
+    "look": "evaluation",
+    "save": "checkpoints",
+    "judge": "verdict",
+}
+"""Stage of a run -> phase of a prediction."""
 
 
 def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
@@ -56,6 +74,33 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
         predicted=plan.prediction,
         measured=make_measurement(result, plan.device.value),
     )
+
+
+def make_measurement(result: TrainResult, device: str) -> Measurement:
+    """Return what a run needed since its last start: the peak of its process, and seconds by phase."""
+    phases: Counter[str] = Counter()
+    if result.start_seconds is not None:
+        phases["start"] = result.start_seconds
+    for stage, spent in result.stages.items():
+        phases[PHASES.get(stage, stage)] += spent
+    peak = None if result.peak_memory_bytes is None else peak_memory(torch.device(device))
+    if device.startswith("cuda") and peak is not None:
+        peak += CONTEXT_BYTES
+    seconds = result.seconds + (result.start_seconds or 0.0)
+    rounded = {name: round(spent, 3) for name, spent in phases.items()}
+    return Measurement(peak_bytes=peak, seconds=round(seconds, 3), phases=rounded)
+
+
+def update_outcome(result: TrainResult, device: str) -> TrainResult:
+    """Write the verdict to `outcome.json`, and what the run needed with it. Return the result."""
+    with suppress(OSError, UserError):  # the run is complete without it
+        outcome = read_outcome(result.run)
+        update = {
+            "measured": make_measurement(result, device),
+            "verdict": result.validation and result.validation.report.verdict,
+        }
+        write_outcome(result.run, outcome.model_copy(update=update))
+    return result
 
 
 def _artefacts(result: TrainResult) -> list[tuple[str, str]]:

@@ -1,11 +1,8 @@
 """Plan a run with its prediction, refuse what cannot fit, and keep predicted beside measured."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-
-import torch
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
@@ -18,30 +15,14 @@ from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import shape_of
 from tunewell.planning.memory import CONTEXT_BYTES
 from tunewell.planning.plan import plan_run
-from tunewell.records.base import read_record
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.prediction import Measurement
-from tunewell.records.rundir import OUTCOME, Outcome, write_outcome
 from tunewell.runs.config import RunOptions
 from tunewell.runs.probe import cached_probe, probe_run, sweep_sizes, with_probe
-from tunewell.runs.result import MetricsRecorder, TrainResult
+from tunewell.runs.result import MetricsRecorder
 from tunewell.training.distributed import World
-from tunewell.training.memory import peak_memory
 
 _LONG_RUN = 2400.0
 """Seconds from which `train` measures micro-batch sizes: 5% of them are the two minutes that this may take."""
-
-PHASES = {
-    "prepare": "prepare",
-    "plan": "prepare",
-    "load": "load",
-    "check": "check",
-    "train": "steps",
-    "look": "evaluation",
-    "save": "checkpoints",
-    "judge": "verdict",
-}
-"""Stage of a run -> phase of a prediction."""
 
 
 def plan_to_train(
@@ -89,31 +70,3 @@ def plan_to_train(
             "`tunewell plan` lists what helps"
         )
     return plan, order
-
-
-def make_measurement(result: TrainResult, device: str) -> Measurement:
-    """Return what a run needed since its last start: the peak of its process, and seconds by phase."""
-    phases: dict[str, float] = {}
-    if result.start_seconds is not None:
-        phases["start"] = result.start_seconds
-    for stage, spent in result.stages.items():
-        name = PHASES.get(stage, stage)
-        phases[name] = phases.get(name, 0.0) + spent
-    peak = None if result.peak_memory_bytes is None else peak_memory(torch.device(device))
-    if device.startswith("cuda") and peak is not None:
-        peak += CONTEXT_BYTES
-    seconds = result.seconds + (result.start_seconds or 0.0)
-    rounded = {name: round(spent, 3) for name, spent in phases.items()}
-    return Measurement(peak_bytes=peak, seconds=round(seconds, 3), phases=rounded)
-
-
-def update_outcome(result: TrainResult, device: str) -> TrainResult:
-    """Write the verdict to `outcome.json`, and what the run needed with it. Return the result."""
-    with suppress(OSError, UserError):  # the run is complete without it
-        outcome = read_record(result.run / OUTCOME, Outcome)
-        update = {
-            "measured": make_measurement(result, device),
-            "verdict": result.validation and result.validation.report.verdict,
-        }
-        write_outcome(result.run, outcome.model_copy(update=update))
-    return result

@@ -61,11 +61,6 @@ class ProbeResult:
         best = max(size.tokens_per_second for size in self.sizes)
         return next(size for size in self.sizes if size.tokens_per_second >= _NEAR_BEST * best)
 
-    def describe_knee(self) -> str:
-        """Return why the knee was chosen, with the speed of every size."""
-        shown = ", ".join(f"{count(size.tokens)}: {size.tokens_per_second:,.0f}" for size in self.sizes)
-        return f"the smallest within 3% of the fastest, in tokens/s: {shown}"
-
 
 def sweep_sizes(outlook: Outlook) -> tuple[list[int], str]:
     """Return the micro-batch sizes to measure, or none and the reason."""
@@ -131,7 +126,9 @@ def with_probe(planner: Planner, found: ProbeResult) -> Planner:
         micro_tokens=knee.tokens,
         speed=replace(speed, **step),
     )
-    chosen = Chosen[int](value=knee.tokens, because=found.describe_knee())
+    shown = ", ".join(f"{count(tokens)}: {rate:,.0f}" for tokens, rate in rates)
+    because = f"the smallest within 3% of the fastest, in tokens/s: {shown}"
+    chosen = Chosen[int](value=knee.tokens, because=because)
     return replace(planner, measured=measured, micro_batch=chosen, sizes=rates)
 
 
@@ -173,26 +170,25 @@ def _run_child(
 def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult:
     """Convert the report of the child to what a prediction uses."""
     work = outlook.work
-    eager, compiled = report["eager"], report.get("compiled")
-    shown = compiled or eager
-    step_tokens = work.mean_step_tokens
-    is_cuda = work.device.kind == "cuda"
-    context = 0
-    if is_cuda:
+    eager, compiled, largest = report["eager"], report.get("compiled"), report["largest"]
+    shown, answers = compiled or eager, report.get("answers", 0)
+    context, peak, needed = 0, report["peak_rss"], report["peak_rss"]
+    if work.device.kind == "cuda":
         low, high = _CONTEXT_RANGE
-        found = eager.get("context_bytes")
-        context = found if found is not None and low <= found <= high else CONTEXT_BYTES
-    largest = report["largest"]
-    peak = max(shown["reserved"], largest["reserved"]) if is_cuda else report["peak_rss"]
-    needed = max(shown["allocated"], largest["allocated"]) if is_cuda else report["peak_rss"]
-    answers = report.get("answers", 0)
+        context = eager.get("context_bytes") or 0
+        context = context if low <= context <= high else CONTEXT_BYTES
+        peak, needed = (max(shown[name], largest[name]) + context for name in ("reserved", "allocated"))
+
+    def step_seconds(steps: dict[str, Any]) -> float:
+        return steps["seconds"] * work.mean_step_tokens / max(1.0, steps["tokens"])
+
     speed = MeasuredSpeed(
         start=report["start"],
         load=report["load"],
         check=report["check"],
-        eager_step=eager["seconds"] * step_tokens / max(1.0, eager["tokens"]),
+        eager_step=step_seconds(eager),
         warm_up=eager["warm_up"],
-        compiled_step=compiled["seconds"] * step_tokens / max(1.0, compiled["tokens"]) if compiled else 0.0,
+        compiled_step=step_seconds(compiled) if compiled else 0.0,
         compile=CACHED_COMPILE_SECONDS if compiled else 0.0,  # the probe filled torch's cache
         forward_token=report.get("forward_token", 0.0),
         answer_token=report["answer_token"] if answers else 0.0,
@@ -200,8 +196,8 @@ def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult
         because=f"speed from real steps: {shown['rate']:,.0f} tokens/s",
     )
     measured = Measured(
-        peak_bytes=peak + context,
-        needed_bytes=needed + context,
+        peak_bytes=peak,
+        needed_bytes=needed,
         micro_tokens=largest["tokens"],
         is_compiled=compiled is not None,
         speed=speed,

@@ -4,7 +4,6 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -31,6 +30,11 @@ from tunewell.records.rundir import RUN_CONFIG
 from tunewell.training.find_checkpoints import OPTIMIZER, Saved, find_best, find_newest
 
 _CHECKPOINTS = "checkpoints"
+
+
+def _is_unread(step: int, file: str) -> bool:
+    """Return whether a file is the optimizer state, twice as large as the model and of no use without training."""
+    return file == OPTIMIZER
 
 
 def resolve_model(
@@ -89,7 +93,12 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
     is_adapter = METHODS.entry(plan.method.value).is_adapter
     base_model: str | None = base or loaded.seen(loaded.config.model or plan.model)
     if REDACTED in str(base_model):
-        base_model = _require_base_name(run, notes, is_adapter=is_adapter)
+        what = "the name of the base model contains a secret, so it was not saved with the run"
+        fix = "set it with `--base MODEL`"
+        if is_adapter:
+            raise UserError(what, where=str(run), fix=fix)
+        notes.append(f"{what}; to compare with the base model, {fix}")
+        base_model = None
     loaded, added = _with_corpus_tokenizer(loaded, plan, notes)
     if (trained_on := read_base(run)) is None:
         trained_on = BaseContent(fingerprint=saved.manifest.identity.get("weights"))
@@ -123,31 +132,25 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
 def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], None]) -> tuple[Saved, str]:
     if wanted not in ("best", "last"):
         return _checkpoint_at(folder, wanted)
-    best = find_best(folder, on_trouble=on_trouble, unread=_is_optimizer) if wanted == "best" else None
-    if best is not None:
+    if wanted == "best" and (best := find_best(folder, on_trouble=on_trouble, unread=_is_unread)) is not None:
         return best, "the best by held-out loss"
-    newest = find_newest(folder, on_trouble=on_trouble, unread=_is_optimizer)
+    newest = find_newest(folder, on_trouble=on_trouble, unread=_is_unread)
     if newest is None:
         raise UserError(
             "the run has no checkpoint yet",
             where=str(folder),
             fix=f"resume it with `tunewell train --resume --out {shlex.quote(str(folder.parent))}`",
         )
-    return newest, "the newest" if wanted == "last" else _reason_for_newest(newest.manifest.progress.get("best_step"))
-
-
-def _is_optimizer(step: int, file: str) -> bool:
-    """Return whether a file is the optimizer state, twice as large as the model and of no use without training."""
-    return file == OPTIMIZER
-
-
-def _reason_for_newest(best: int | None) -> str:
-    if best is None:
-        return "the newest; no checkpoint has a held-out loss"
-    # Step 0 is the base model, which is evaluated but not saved.
-    return (
-        f"the newest; {'none has a lower held-out loss than the base model' if best == 0 else 'the best was deleted'}"
-    )
+    if wanted == "last":
+        return newest, "the newest"
+    match newest.manifest.progress.get("best_step"):
+        case None:
+            because = "no checkpoint has a held-out loss"
+        case 0:  # the base model, which is evaluated but not saved
+            because = "none has a lower held-out loss than the base model"
+        case _:
+            because = "the best was deleted"
+    return newest, f"the newest; {because}"
 
 
 def _checkpoint_at(folder: Path, wanted: str) -> tuple[Saved, str]:
@@ -160,7 +163,7 @@ def _checkpoint_at(folder: Path, wanted: str) -> tuple[Saved, str]:
             fix="name one of these steps, `best` or `last`",
         )
     path = folder / checkpoint_name(int(wanted))
-    return Saved(path, verify(path, unread=partial(_is_optimizer, int(wanted)))), "named by the user"
+    return Saved(path, verify(path, unread=lambda file: file == OPTIMIZER)), "named by the user"
 
 
 def _with_corpus_tokenizer(loaded: LoadedConfig, plan: Plan, notes: list[str]) -> tuple[LoadedConfig, tuple[str, ...]]:
@@ -175,15 +178,6 @@ def _with_corpus_tokenizer(loaded: LoadedConfig, plan: Plan, notes: list[str]) -
         return loaded, ()
     config = loaded.config.model_copy(update={"tokenizer": str(folder / "tokenizer")})
     return replace(loaded, config=config), tuple(tokenizer.added_by_us)
-
-
-def _require_base_name(run: Path, notes: list[str], *, is_adapter: bool) -> None:
-    """Raise UserError for an adapter with a redacted base model name. Only add a note for a complete model."""
-    what = "the name of the base model contains a secret, so it was not saved with the run"
-    fix = "set it with `--base MODEL`"
-    if is_adapter:
-        raise UserError(what, where=str(run), fix=fix)
-    notes.append(f"{what}; to compare with the base model, {fix}")
 
 
 def _resolve_adapter(folder: Path, base: str | None, template: str | None, sets: Sequence[str]) -> ModelRef:

@@ -20,7 +20,7 @@ from tunewell.records.report import Curve, Validation
 from tunewell.records.rundir import Status
 from tunewell.runs.config import RunOptions, resume_command
 from tunewell.runs.loss_curve import loss_svg
-from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, StepTaken
+from tunewell.training.events import Evaluated, Event, Listener, Note, Rewound, StepTaken
 from tunewell.training.memory import peak_memory
 from tunewell.training.run import Ending, Run
 
@@ -163,7 +163,6 @@ class MetricsRecorder:
         self.held_out: list[tuple[int, float]] = []
         self.notes: list[str] = []
         self.changes: list[str] = []
-        self.healing: list[HealingEntry] = []
         self.seconds: dict[str, float] = {}
         """Seconds spent in each stage before the first step."""
         self.lacks_steps = False
@@ -192,8 +191,6 @@ class MetricsRecorder:
                 self.losses.append((step, loss))
             case Evaluated(step=step, loss=loss):
                 self.held_out.append((step, loss))
-            case Healed(entry):
-                self.healing.append(entry)
             case Rewound(step):
                 self.losses = [(at, loss) for at, loss in self.losses if at <= step]
                 self.held_out = [(at, loss) for at, loss in self.held_out if at <= step]

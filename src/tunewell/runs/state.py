@@ -1,17 +1,19 @@
-"""The one reader of a run's folder: plan, events, healing, samples, outcome, lock and activity, without torch.
+"""The one reader of a run's folder: plan, events, outcome, report, lock and activity, without torch.
 
 A file that is missing or damaged is empty, so a run can be read at any time: while it starts, trains, or after a crash.
 Whoever needs an error instead reads the record: `read_plan`, `find_outcome`, `read_report`.
 """
 
+import math
 import os
 import re
+from datetime import datetime
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from tunewell.core.files import Owner, open_file, read_bytes, running_owner
-from tunewell.records.events import parse_object, with_numbers
+from tunewell.records.events import parse_object, plain, with_numbers
 from tunewell.records.plan import PLAN
 from tunewell.records.report import REPORT
 from tunewell.records.rundir import CRASH, LOCK, OUTCOME, PULSE
@@ -20,13 +22,19 @@ EVENTS = "events.jsonl"
 _TAIL_BYTES, _ALL_BYTES = 8192, 1 << 22
 """Enough for the last steps of a run, and for the end of a report, where its verdict is."""
 _VERDICT = re.compile(rb'\n  "verdict": "([A-Z]+)"')
+COLUMNS = (
+    *("run", "status", "verdict", "held_out", "loss", "steps", "planned_steps", "tokens_per_second", "when"),
+    *("model", "method", "data", "note"),
+)
+"""The values of a run in a list. Unknown ones are None."""
 
 
 class StoredRun:
-    """The files of a run, each read when it is first needed. Another object sees what was written since."""
+    """A run as its folder shows it. A file is read when it is first needed; another object sees later changes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.run = str(folder)
         self.owner: Owner | None
         """The process that holds the lock, or held it when it was killed."""
         self.owner, self.is_running = running_owner(folder / LOCK)
@@ -40,6 +48,11 @@ class StoredRun:
         """The outcome of the last start that ended by itself."""
         return read_object(self.folder / OUTCOME)
 
+    @property
+    def ended(self) -> dict[str, Any]:
+        """The outcome, unless the run was started again since."""
+        return {} if self.owner else self.outcome
+
     @cached_property
     def activity(self) -> dict[str, Any]:
         """The stage or the step in progress, with its forward passes."""
@@ -48,13 +61,16 @@ class StoredRun:
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         """The last events, with which an outcome agrees; of a run without one, as good as all of them."""
-        size = _TAIL_BYTES if self.owner is None and self.outcome else _ALL_BYTES
-        lines = _read_end(self.folder / EVENTS, size).split(b"\n")  # the first one may be cut
-        return [event for line in lines if (event := parse_object(line)) is not None]
+        lines = _read_end(self.folder / EVENTS, _TAIL_BYTES if self.ended else _ALL_BYTES).split(b"\n")
+        return [event for line in lines if (event := parse_object(line)) is not None]  # the first line may be cut
+
+    @cached_property
+    def step_events(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event.get("kind") == "step"]
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
-        return [event for event in self.events if event.get("kind") == "step"]
+    def last_step(self) -> dict[str, Any]:
+        return self.step_events[-1] if self.step_events else {}
 
     @property
     def crash(self) -> Path | None:
@@ -66,34 +82,88 @@ class StoredRun:
         return (self.folder / REPORT).is_file()
 
     @property
-    def verdict(self) -> str | None:
-        # Reports have all answers and can be large. Keys are sorted, so the verdict is near the end.
-        found = _VERDICT.findall(_read_end(self.folder / REPORT, _TAIL_BYTES))
-        return found[-1].decode() if found else value_in(read_object(self.folder / REPORT), "verdict", kind=str)
+    def seconds(self) -> float | None:
+        """How long the run took."""
+        return value_in(self.outcome, "measured", "seconds") or value_in(self.outcome, "seconds")
 
     @property
     def status(self) -> str:
         """`running`, `killed`, `unreadable`, or the status in `outcome.json`: `finished`, `interrupted`, ..."""
         if self.is_running:
             return "running"
-        ended = None if self.owner else self.outcome.get("status")
-        return str(ended or ("killed" if self.plan or self.owner else "unreadable"))
+        return str(self.ended.get("status") or ("killed" if self.plan or self.owner else "unreadable"))
 
     @property
-    def changed_at(self) -> float:
+    def note(self) -> str | None:
+        """Why the run is not running or not readable."""
+        if self.is_running:
+            return str(self.owner)
+        if self.owner:
+            return "its process ended without writing a result"
+        if self.outcome.get("status"):
+            return value_in(self.outcome, "reason", kind=str)
+        return f"it has no `{OUTCOME}`" if self.plan else f"`{PLAN}` is missing or damaged"
+
+    @cached_property
+    def verdict(self) -> str | None:
+        # Reports have all answers and can be large. Keys are sorted, so the verdict is near the end.
+        found = _VERDICT.findall(_read_end(self.folder / REPORT, _TAIL_BYTES))
+        return found[-1].decode() if found else value_in(read_object(self.folder / REPORT), "verdict", kind=str)
+
+    @cached_property
+    def held_out(self) -> float | None:
+        """The lowest held-out loss."""
+        if self.ended:
+            return value_in(self.ended, "held_out", "best")
+        losses = [value_in(event, "loss") for event in self.events if event.get("kind") == "held_out"]
+        return min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=None)
+
+    @property
+    def loss(self) -> float | None:
+        """The last training loss."""
+        return value_in(self.ended, "last_loss") if self.ended else value_in(self.last_step, "loss")
+
+    @property
+    def steps(self) -> int | None:
+        return value_in(self.ended, "steps", kind=int) if self.ended else value_in(self.last_step, "step", kind=int)
+
+    @property
+    def planned_steps(self) -> int | None:
+        return value_in(self.plan, "num_steps", "value", kind=int)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The speed of the last steps. The first step of a run is left out: it is slower."""
+        steps = self.step_events
+        steps = steps[1:] if len(steps) > 1 and steps[0].get("step") == 1 else steps
+        tokens, seconds = (sum(value_in(step, name) or 0.0 for step in steps) for name in ("tokens", "seconds"))
+        return tokens / seconds if seconds else None
+
+    @cached_property
+    def when(self) -> float:
         """Time of the last change, in seconds since 1970; 0 if there is no file."""
-        files = (self.folder / name for name in (OUTCOME, REPORT, EVENTS, PLAN))
-        return max((time for file in files if (time := _modified(file))), default=0.0)
+        return max(modified_at(self.folder / name) or 0.0 for name in (OUTCOME, REPORT, EVENTS, PLAN))
 
     @property
-    def logged_at(self) -> float | None:
-        """Time of the last line of `events.jsonl`."""
-        return _modified(self.folder / EVENTS)
+    def model(self) -> str | None:
+        return value_in(self.plan, "model", kind=str)
 
     @property
-    def seconds(self) -> float | None:
-        """How long the run took."""
-        return value_in(self.outcome, "measured", "seconds") or value_in(self.outcome, "seconds")
+    def method(self) -> str | None:
+        return value_in(self.plan, "method", "value", kind=str)
+
+    @property
+    def data(self) -> str | None:
+        sources = value_in(self.plan, "config", "data", "sources", kind=list) or []
+        names = [PurePath(path).name for source in sources if (path := value_in(source, "path", kind=str))]
+        if not names:
+            return value_in(self.plan, "corpus", kind=str)
+        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the run as a JSON object; losses that are not finite are strings."""
+        when = datetime.fromtimestamp(self.when).astimezone().isoformat("T", "seconds")
+        return plain({name: getattr(self, name) for name in COLUMNS}) | {"when": when}
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -122,7 +192,8 @@ def _read_end(path: Path, num_bytes: int) -> bytes:
         return b""
 
 
-def _modified(path: Path) -> float | None:
+def modified_at(path: Path) -> float | None:
+    """Return when a file was changed, in seconds since 1970; None if there is no such file."""
     try:
         return path.stat().st_mtime
     except OSError:

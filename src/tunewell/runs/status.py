@@ -5,7 +5,7 @@ import re
 import signal
 import socket
 import time
-from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,8 +14,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import count, duration
 from tunewell.records.plan import PLAN
 from tunewell.runs.hang_monitor import process_cpu_seconds
-from tunewell.runs.listing import RunSummary, summary_of
-from tunewell.runs.state import EVENTS, StoredRun, value_in
+from tunewell.runs.state import EVENTS, StoredRun, modified_at, value_in
 
 _SAMPLE_SECONDS = 0.5
 _STACK_SECONDS = 3.0
@@ -23,69 +22,92 @@ _SLOW_FACTOR = 3.0
 """A step that takes this many times longer than the median step is called slow."""
 _IDLE_SHARE = 0.01
 _RECENT_STEPS = 32
+_MORE_COLUMNS = (
+    *("state", "pid", "stage", "cpu_seconds", "cpu_share", "step_seconds", "since_event", "last_event", "stacks"),
+)
 
 
-@dataclass(frozen=True)
-class RunStatus(RunSummary):
+class RunStatus(StoredRun):
     """The state of a run and of its process. Unknown values are None."""
 
-    state: str = ""
-    """One sentence: whether the run computes, waits or has ended."""
-    owner: str | None = None
-    pid: int | None = None
-    stage: str | None = None
-    """The activity of the run: a stage like `loading the model`, or its step and forward passes."""
-    cpu_seconds: float | None = None
-    """CPU time of its process since it started."""
-    cpu_share: float | None = None
-    """CPU time per second, measured now: 2.0 are two busy cores."""
-    step_seconds: float | None = None
-    """Median time of the last steps."""
-    since_event: float | None = None
-    """Seconds since the last line in `events.jsonl`."""
-    last_event: dict[str, Any] = field(default_factory=dict)
-    stacks: str | None = None
+    def __init__(self, folder: Path, *, with_stacks: bool = False) -> None:
+        """Read a run. It takes half a second for a running one, whose CPU time is measured.
+
+        `with_stacks` makes the process dump the stack of each thread; raises UserError if it cannot.
+        """
+        super().__init__(folder)
+        is_here = self.is_running and self.owner and self.owner.host == socket.gethostname()
+        self.pid = self.owner.pid if is_here and self.owner else None
+        if with_stacks and self.pid is None:
+            raise UserError(
+                f"the run `{folder}` has no running process on this machine",
+                where=self.note,
+                fix="`tunewell runs RUN` shows its state",
+            )
+        steps = [seconds for step in self.step_events[-_RECENT_STEPS:] if (seconds := value_in(step, "seconds"))]
+        self.step_seconds = median(steps) if steps else None
+        """Median time of the last steps."""
+        self.cpu_seconds, self.cpu_share = _cpu(self.pid) if self.pid else (None, None)
+        """CPU time of its process since it started, and per second, measured now: 2.0 are two busy cores."""
+        logged_at = modified_at(folder / EVENTS)
+        self.since_event = max(0.0, time.time() - logged_at) if logged_at else None
+        """Seconds since the last line in `events.jsonl`."""
+        last = self.events[-1] if self.events else {}
+        self.last_event = {key: value for key, value in last.items() if key not in ("phases", "batch_sha256")}
+        self.stacks = dump_stacks(self.pid) if with_stacks and self.pid else None
+
+    @cached_property
+    def state(self) -> str:
+        """One sentence: whether the run computes, waits or has ended."""
+        if not self.is_running:
+            note = (self.note or "").removeprefix(f"{self.status} ")  # "finished all 60 steps"
+            return f"{self.status}: {note}" if note else self.status
+        if self.pid is None:
+            return f"running on {self.owner.host if self.owner else '?'}, which cannot be checked from here"
+        since, usual = self.since_event, self.step_seconds
+        is_late = since is not None and usual is not None and since > max(_SLOW_FACTOR * usual, 5.0)
+        ago = f"the last line in `events.jsonl` is {duration(since)} old" if since is not None else "no step yet"
+        is_idle = self.cpu_share is not None and self.cpu_share < _IDLE_SHARE and not _is_runnable(self.pid)
+        if is_idle and (is_late or since is None):
+            return (
+                f"running, but it uses no CPU time now, and {ago}: it may hang, or wait for a GPU, a disk or a download"
+            )
+        if is_late and usual and not is_idle:
+            return f"computing, but {ago}, and a step usually takes {duration(usual)}"
+        return "running" if since is not None else "starting"
+
+    @property
+    def stage(self) -> str | None:
+        """The activity of a running run: a stage like `loading the model`, or its step and forward passes."""
+        stage = value_in(self.activity, "stage", kind=str)
+        passes, step = (value_in(self.activity, name, kind=int) for name in ("passes", "step"))
+        if not self.is_running:
+            return None
+        if stage:
+            return f"{stage} ({count(passes, 'forward pass', 'forward passes')})" if passes else stage
+        if passes is None or step is None:
+            return None
+        logged, usual = (value_in(self.last_step, name, kind=int) for name in ("step", "micro_batches"))
+        if logged and logged > step:  # short steps: the pulse is a second old
+            return f"step {count(logged + 1)}"
+        if not passes:
+            return f"step {count(step + 1)}"
+        done = passes if usual is None else min(passes, usual)  # the update counts as passes too
+        return f"step {count(step + 1)}, forward pass {count(done)}{f' of about {count(usual)}' if usual else ''}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the status as a JSON object."""
+        owner = str(self.owner) if self.owner else None
+        return {**super().as_json(), "owner": owner, **{name: getattr(self, name) for name in _MORE_COLUMNS}}
 
 
 def find_status(folder: Path, *, with_stacks: bool = False) -> RunStatus | None:
     """Return the status of a run, or None if the path is a folder without a run of its own."""
     if (folder / PLAN).exists() or (folder / EVENTS).exists():
-        return run_status(folder, with_stacks=with_stacks)
+        return RunStatus(folder, with_stacks=with_stacks)
     if with_stacks:
         raise UserError(f"`{folder}` is not a run", fix="name a run folder; `tunewell runs` lists runs")
     return None
-
-
-def run_status(folder: Path, *, with_stacks: bool = False) -> RunStatus:
-    """Return the state of a run. It takes half a second for a running one, whose CPU time is measured.
-
-    `with_stacks` makes the process dump the stack of each thread; raises UserError if it cannot.
-    """
-    run = StoredRun(folder)
-    summary, owner = summary_of(run), run.owner
-    pid = owner.pid if run.is_running and owner and owner.host == socket.gethostname() else None
-    if with_stacks and pid is None:
-        raise UserError(
-            f"the run `{folder}` has no running process on this machine",
-            where=summary.note,
-            fix="`tunewell runs RUN` shows its state",
-        )
-    steps = [seconds for step in run.steps[-_RECENT_STEPS:] if (seconds := value_in(step, "seconds"))]
-    cpu, share = _cpu(pid) if pid else (None, None)
-    last = run.events[-1] if run.events else {}
-    status = RunStatus(
-        **vars(summary),
-        owner=str(owner) if owner else None,
-        pid=pid,
-        stage=_stage(run) if run.is_running else None,
-        cpu_seconds=cpu,
-        cpu_share=share,
-        step_seconds=median(steps) if steps else None,
-        since_event=max(0.0, time.time() - run.logged_at) if run.logged_at else None,
-        last_event={key: value for key, value in last.items() if key not in ("phases", "batch_sha256")},
-        stacks=dump_stacks(pid) if with_stacks and pid else None,
-    )
-    return replace(status, state=_state(run, status))
 
 
 def _cpu(pid: int) -> tuple[float | None, float | None]:
@@ -107,41 +129,6 @@ def _is_runnable(pid: int) -> bool:
         except (OSError, IndexError):
             continue
     return False
-
-
-def _state(run: StoredRun, now: RunStatus) -> str:
-    if not run.is_running:
-        note = (now.note or "").removeprefix(f"{now.status} ")  # "finished all 60 steps"
-        return f"{now.status}: {note}" if note else now.status
-    if now.pid is None:
-        return f"running on {run.owner.host if run.owner else '?'}, which cannot be checked from here"
-    since, usual = now.since_event, now.step_seconds
-    is_late = since is not None and usual is not None and since > max(_SLOW_FACTOR * usual, 5.0)
-    ago = f"the last line in `events.jsonl` is {duration(since)} old" if since is not None else "no step yet"
-    is_idle = now.cpu_share is not None and now.cpu_share < _IDLE_SHARE and not _is_runnable(now.pid)
-    if is_idle and (is_late or since is None):
-        return f"running, but it uses no CPU time now, and {ago}: it may hang, or wait for a GPU, a disk or a download"
-    if is_late and usual and not is_idle:
-        return f"computing, but {ago}, and a step usually takes {duration(usual)}"
-    return "running" if since is not None else "starting"
-
-
-def _stage(run: StoredRun) -> str | None:
-    """Return what `.pulse` says: a stage, or the step in progress with its forward passes."""
-    stage = value_in(run.activity, "stage", kind=str)
-    passes, step = (value_in(run.activity, name, kind=int) for name in ("passes", "step"))
-    if stage:
-        return f"{stage} ({count(passes, 'forward pass', 'forward passes')})" if passes else stage
-    if passes is None or step is None:
-        return None
-    last = run.steps[-1] if run.steps else {}
-    if (logged := value_in(last, "step", kind=int)) and logged > step:  # short steps: the pulse is a second old
-        return f"step {count(logged + 1)}"
-    if not passes:
-        return f"step {count(step + 1)}"
-    usual = value_in(last, "micro_batches", kind=int)
-    done = passes if usual is None else min(passes, usual)  # the update counts as passes too
-    return f"step {count(step + 1)}, forward pass {count(done)}{f' of about {count(usual)}' if usual else ''}"
 
 
 def dump_stacks(pid: int) -> str:

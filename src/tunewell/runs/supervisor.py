@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -78,23 +79,23 @@ def supervise(command_line: CommandLine, *, settings: RunSettings, report: Calla
             budget = budget or _RestartBudget(folder, rules.restarts)
             step = last_step(folder / "events.jsonl") or 0
             name, cause = _how_it_died(code, has_hung=has_hung)
-            message = f"the run {cause} after step {count(step)}"
+            message, stacks = f"the run {cause} after step {count(step)}", _stacks_hint(folder)
             if signals.exit_code is not None:
                 if has_hung or code not in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1):
-                    report(f"while stopping, {message}{_stacks_hint(folder)}")
+                    report(f"while stopping, {message}{stacks}")
                 return signals.exit_code
             num_deaths, exhausted = budget.add(step)
             if step < 1 or not rules.on:
-                report(f"{message}{_stacks_hint(folder)}{_diagnose_hint(folder)}")
+                report(f"{message}{stacks}{_diagnose_hint(folder)}")
                 return EXIT_MACHINE
             if exhausted:
-                report(f"{message}, {exhausted}; not restarted{_stacks_hint(folder)}{_diagnose_hint(folder)}")
+                report(f"{message}, {exhausted}; not restarted{stacks}{_diagnose_hint(folder)}")
                 _log(folder, HealingEntry(step, name, "fault", "stop", f"{cause}, {exhausted}; not restarted"))
                 return EXIT_MACHINE
             halved = _halved_micro_batch(folder) if name == "killed" and num_deaths > 1 else None
             smaller = f" with {count(halved)} tokens per micro-batch" if halved else ""
             action = f"{cause}; restarted from the last checkpoint{smaller}"
-            report(f"the run {action} (restart {count(num_deaths)} of {count(rules.restarts)}){_stacks_hint(folder)}")
+            report(f"the run {action} (restart {count(num_deaths)} of {count(rules.restarts)}){stacks}")
             _log(folder, HealingEntry(step, name, "fault", "restart", action, micro_batch_tokens=halved))
             is_restart = True
 
@@ -116,19 +117,19 @@ class _RestartBudget:
     def __init__(self, folder: Path, restarts: int) -> None:
         self._folder = folder
         self._restarts = restarts
-        self._deaths_by_step: dict[int, int] = {}
+        self._deaths: Counter[int] = Counter()
         self._num_without_checkpoint = 0
         self._newest = -1
 
     def add(self, step: int) -> tuple[int, str]:
         """Add a death at a step. Return the deaths at that step, and the reason not to restart or an empty string."""
-        num_deaths = self._deaths_by_step[step] = self._deaths_by_step.get(step, 0) + 1
         from tunewell.records.checkpoint import saved_steps
 
+        self._deaths[step] += 1
         newest = max(saved_steps(self._folder / "checkpoints"), default=-1)
         self._num_without_checkpoint = 1 if newest > self._newest else self._num_without_checkpoint + 1
         self._newest = max(self._newest, newest)
-        if num_deaths > self._restarts:
+        if (num_deaths := self._deaths[step]) > self._restarts:
             return num_deaths, f"{count(num_deaths)} times at the same step"
         if self._num_without_checkpoint > _NO_PROGRESS_FACTOR * self._restarts:
             return num_deaths, f"{count(self._num_without_checkpoint)} times without a new checkpoint"
@@ -188,9 +189,15 @@ def _dump_stacks_and_kill(child: Process) -> None:
     with contextlib.suppress(OSError):
         child.send_signal(signal.SIGUSR2)
     time.sleep(_STACK_DUMP_SECONDS)
-    with contextlib.suppress(OSError):
-        os.killpg(child.pid, signal.SIGKILL)
+    _signal_group(child, signal.SIGKILL)
     child.wait()
+
+
+def _signal_group(child: Process | None, number: int) -> None:
+    """Send a signal to the child's process group, if there is a child."""
+    if child is not None:
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, number)
 
 
 class _SignalForwarder:
@@ -244,19 +251,15 @@ class _SignalForwarder:
         if self._child is not None:
             with contextlib.suppress(OSError):
                 self._child.send_signal(number)
-                os.killpg(self._child.pid, signal.SIGCONT)  # a stopped process would not handle the signal
+            _signal_group(self._child, signal.SIGCONT)  # a stopped process would not handle the signal
 
     def _on_pause(self, number: int, frame: FrameType | None) -> None:
         """Stop the child and this process until this process is continued."""
-        child, monitor = self._child, self._monitor
-        if child is not None:
-            with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGSTOP)
+        _signal_group(self._child, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        if child is not None and monitor is not None:
-            with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGCONT)
-            monitor.reset_timer()
+        _signal_group(self._child, signal.SIGCONT)
+        if self._monitor is not None:
+            self._monitor.reset_timer()
 
 
 def _halved_micro_batch(folder: Path) -> int | None:

@@ -26,8 +26,8 @@ from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 from tunewell.runs.config import RunOptions, missing_rows, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Pulse
-from tunewell.runs.outcome import write_run_files
-from tunewell.runs.prediction import plan_to_train, update_outcome
+from tunewell.runs.outcome import update_outcome, write_run_files
+from tunewell.runs.prediction import plan_to_train
 from tunewell.runs.result import MetricsRecorder, TrainResult, make_result
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.device_check import check_device

@@ -11,7 +11,7 @@ from tunewell.cli.screens.numbers import format_loss
 from tunewell.core.units import count, duration
 
 if TYPE_CHECKING:
-    from tunewell.runs.listing import RunSummary
+    from tunewell.runs.state import StoredRun
     from tunewell.runs.status import RunStatus
 
 _SHOWN = (
@@ -27,7 +27,7 @@ _EVENTS = {"held_out": "evaluation", "step": "end"}
 """What an event of `events.jsonl` is called on the screen."""
 
 
-def runs_screen(runs: "Sequence[RunSummary]", *, folder: str, columns: Sequence[str], is_filtered: bool) -> str:
+def runs_screen(runs: "Sequence[StoredRun]", *, folder: str, columns: Sequence[str], is_filtered: bool) -> str:
     """Return a table of runs. Without `columns`, those that fit the width of the terminal are shown."""
     if not runs:
         where = "this folder" if folder == "." else f"`{folder}`"
@@ -54,7 +54,7 @@ def _table_width(cells: dict[str, list[str]]) -> int:
     return sum(max(map(cell_width, column)) for column in columns) + 2 * (len(columns) - 1)
 
 
-def _cell(run: "RunSummary", name: str, folder: str) -> str:
+def _cell(run: "StoredRun", name: str, folder: str) -> str:
     value = getattr(run, name)
     if value is None:
         return "-"
@@ -96,7 +96,7 @@ def status_screen(run: "RunStatus") -> str:
     usual = f", {duration(run.step_seconds)} each" if run.step_seconds else ""
     rows.append(["steps", f"{done}{usual}{speed}"])
     if run.owner:
-        rows.append(["owner", run.owner])
+        rows.append(["owner", str(run.owner)])
     if run.cpu_seconds is not None:
         now = "" if run.cpu_share is None else f", {run.cpu_share:.2f} cores busy now"
         rows.append(["CPU time", f"{duration(run.cpu_seconds)}{now}"])

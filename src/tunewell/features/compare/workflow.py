@@ -15,7 +15,6 @@ from tunewell.features.compare.options import CompareOptions
 from tunewell.features.compare.page import comparison_page
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
-from tunewell.runs.listing import summary_of
 from tunewell.runs.loss_curve import line_of_run
 from tunewell.runs.state import StoredRun, value_in
 
@@ -143,12 +142,12 @@ def _validated(run: Path, first: Path, out: Path, progress: ProgressListener) ->
 
 def _column(run: Path, plan: Plan, report: Report, name: str) -> Column:
     stored = StoredRun(run)
-    summary, peak = summary_of(stored), value_in(stored.outcome, "measured", "peak_bytes")
+    peak = value_in(stored.outcome, "measured", "peak_bytes")
     resources = {
-        "tokens per second": summary.tokens_per_second,
+        "tokens per second": stored.tokens_per_second,
         "seconds": stored.seconds,
         "peak memory, MiB": peak / 2**20 if peak else None,
-        "steps": summary.steps,
+        "steps": stored.steps,
     }
     line = line_of_run(run, name)
     return column_of(report, name, settings={**plan.config, "model": plan.model}, line=line, resources=resources)

@@ -20,7 +20,7 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain
-from tunewell.runs.listing import summarise
+from tunewell.runs.state import StoredRun
 
 SWEEP = "sweep.json"
 _MAX_RUNS = 1000
@@ -218,7 +218,7 @@ def trial_result(trial: Trial, run: Path, failure: str | None = None) -> TrialRe
     """Read the result of a run from its folder. `failure` is the error with which it ended."""
     if not run.is_dir():
         return TrialResult(trial.name, str(run), trial.settings, "failed" if failure else "not started", note=failure)
-    found = summarise(run)
+    found = StoredRun(run)
     return TrialResult(
         name=trial.name,
         run=str(run),
