@@ -30,7 +30,7 @@ TORCH_FREE = (
     "machine/cards.py",
     "runs/probe.py",
     "workflows/models.py",
-    "runs/listing.py",
+    "runs/state.py",
     "runs/status.py",
     "workflows/plan.py",
 )

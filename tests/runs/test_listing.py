@@ -14,8 +14,7 @@ from tunewell.cli.main import main
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
 from tunewell.runs.heartbeat import Pulse
-from tunewell.runs.listing import find_runs, list_runs
-from tunewell.runs.state import StoredRun
+from tunewell.runs.state import StoredRun, find_runs, list_runs
 from tunewell.runs.status import RunStatus, dump_stacks
 
 

@@ -47,8 +47,8 @@ class Model:
 
         With a temperature of 0, all prompts are decoded together. Otherwise prompt number n is sampled with `seed` + n.
         """
-        if isinstance(prompts, str):
-            return self.generate([prompts], max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)[0]
+        if is_single := isinstance(prompts, str):
+            prompts = [prompts]
         if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
             raise UserError("`generate` takes a string or a list of strings")
         opened, system = self._opened, self._chat.system
@@ -56,10 +56,12 @@ class Model:
         if temperature > 0:
             sampled = [replace(options, seed=seed + number) for number in range(len(prompts))]
             chats = [Chat(opened, system, own) for own in sampled]
-            return ["".join(chat.reply(prompt)) for chat, prompt in zip(chats, prompts, strict=True)]
-        ids = [Chat(opened, system, options).prompt_for(prompt) for prompt in prompts]
-        answers = opened.runtime.generate(ids, max_new_tokens=max_new_tokens, stop_ids=opened.stop_ids)
-        return [opened.decode(answer.ids) for answer in answers]
+            replies = ["".join(chat.reply(prompt)) for chat, prompt in zip(chats, prompts, strict=True)]
+        else:
+            ids = [Chat(opened, system, options).prompt_for(prompt) for prompt in prompts]
+            answers = opened.runtime.generate(ids, max_new_tokens=max_new_tokens, stop_ids=opened.stop_ids)
+            replies = [opened.decode(answer.ids) for answer in answers]
+        return replies[0] if is_single else replies
 
     def __repr__(self) -> str:
         return f"Model({self.name!r}, messages={len(self._chat.messages)})"

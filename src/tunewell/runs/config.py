@@ -64,8 +64,8 @@ class RunOptions(WeightsOptions):
 
 OPEN_BOOK_CORPUS = "corpus-open-book"
 REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"
-_FLAGS_OF_ONE_START = {"--resume": 0, "--allow-change": 1, "--worker": 1, "--supervised": 1}
-"""Flags that a later resume must not repeat -> number of values of each flag."""
+_FLAGS_OF_ONE_START = {"--resume": False, "--allow-change": True, "--worker": True, "--supervised": True}
+"""Flags that a later resume must not repeat -> whether the flag has a value."""
 
 
 def index_sets(index: str | Path | None) -> list[str]:
@@ -253,15 +253,11 @@ def _is_complete_in_folder(loaded: LoadedConfig) -> bool:
 
 def _repeatable(argv: Sequence[str]) -> list[str]:
     """Return the arguments without the flags that apply to only one start of the run."""
-    kept: list[str] = []
-    num_values = 0
-    for word in argv:
-        if num_values:
-            num_values -= 1
-            continue
+    kept, words = [], iter(argv)
+    for word in words:
         flag, equals, _ = word.partition("=")
-        if flag in _FLAGS_OF_ONE_START:
-            num_values = 0 if equals else _FLAGS_OF_ONE_START[flag]
-        else:
+        if flag not in _FLAGS_OF_ONE_START:
             kept.append(word)
+        elif _FLAGS_OF_ONE_START[flag] and not equals:
+            next(words, None)
     return kept

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tunewell.config.load import LoadedConfig
-from tunewell.core.errors import UserError, close_names
+from tunewell.core.errors import UserError, close_names, did_you_mean
 from tunewell.core.files import read_text, stable_json, write_atomic
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
@@ -140,12 +140,11 @@ def require_known_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
     names = sorted(CHANGE_NAMES | set(_MEASURED))
     for name in allowed:
         if name not in names:
-            close = close_names(name, names)
-            guess = f"did you mean `{close[0]}`? " if close else ""
+            guess = did_you_mean(close_names(name, names), "")
             raise UserError(
                 f"`{name}` cannot be changed when a run is resumed",
                 where=f"--allow-change {name}",
-                fix=f"{guess}known names: {', '.join(names)}",
+                fix=f"{guess} known names: {', '.join(names)}".strip(),
             )
     if allowed and not is_resuming:
         raise UserError(

@@ -19,7 +19,7 @@ from tunewell.core.files import open_file
 from tunewell.core.progress import Progress
 from tunewell.core.redact import redact
 from tunewell.records.rundir import PULSE
-from tunewell.training.events import Evaluated, Event, RunStarted, StepTaken
+from tunewell.training.events import Event, RunStarted, StepTaken
 
 _MIN_SECONDS = 1.0
 """The file is written, and "alive" is sent, at most this often."""
@@ -45,35 +45,31 @@ class Pulse:
         self._write()
 
     def __call__(self, event: Event) -> None:
+        line = "alive"
         match event:
             case RunStarted(plan=plan, first_step=step):
-                self._send("cpu" if plan.device.value == "cpu" else "gpu")
+                line = "cpu" if plan.device.value == "cpu" else "gpu"
                 self._activity = {"stage": "", "step": step, "passes": 0}
             case Progress(stage):
-                self._send("stage")
+                line = "stage"
                 self._activity |= {"stage": stage, "passes": 0}
             case StepTaken(step=step, seconds=seconds):
-                self._send(f"step {seconds}")
+                line = f"step {seconds}"
                 self._activity = {"stage": "", "step": step, "passes": 0}
-            case Evaluated():
-                self._send("alive")
-        self._write_if_due()
+        self._report(line)
 
     def beat(self) -> None:
         """Count a forward pass, and report that the run is alive."""
         self._activity["passes"] += 1
-        self._write_if_due()
-        if time.monotonic() - self._sent_at >= _MIN_SECONDS:
-            self._send("alive")
+        self._report()
 
-    def _send(self, line: str) -> None:
-        self._sent_at = time.monotonic()
-        if self._fds:
-            send_to_supervisor(self._fds, line)
-
-    def _write_if_due(self) -> None:
-        if time.monotonic() - self._written_at >= _MIN_SECONDS:
+    def _report(self, line: str = "alive") -> None:
+        now = time.monotonic()
+        if now - self._written_at >= _MIN_SECONDS:
             self._write()
+        if self._fds and (line != "alive" or now - self._sent_at >= _MIN_SECONDS):
+            self._sent_at = now
+            send_to_supervisor(self._fds, line)
 
     def _write(self) -> None:
         self._written_at = time.monotonic()

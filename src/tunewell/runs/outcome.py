@@ -1,6 +1,6 @@
 """Write the result files of a run: `outcome.json`, the loss curve `loss.svg` and the page `README.md`."""
 
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
 
 def make_measurement(result: TrainResult, device: str) -> Measurement:
     """Return what a run needed since its last start: the peak of its process, and seconds by phase."""
-    phases: Counter[str] = Counter()
+    phases: defaultdict[str, float] = defaultdict(float)
     if result.start_seconds is not None:
         phases["start"] = result.start_seconds
     for stage, spent in result.stages.items():

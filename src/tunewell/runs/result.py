@@ -3,6 +3,7 @@
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -268,13 +269,14 @@ def healing_summary(entries: Sequence[HealingEntry]) -> list[str]:
 
 
 def _cost(entries: Sequence[HealingEntry]) -> str:
-    repeated = [e for e in entries if e.action in ("split", "recompute") and e.micro_batch_tokens is None]
+    actions = Counter(e.action for e in entries if e.action != "skip" or e.name != "out-of-memory")
+    repeated = Counter(e.action for e in entries if e.micro_batch_tokens is None)
     amounts = [
-        (sum(e.action == "skip" and e.name != "out-of-memory" for e in entries), "update", " skipped"),
+        (actions["skip"], "update", " skipped"),
         (len({document for e in entries for document in e.documents}), "document", " left out"),
-        (len(repeated), "step", " repeated in smaller parts"),
-        (sum(e.action == "rewind" for e in entries), "rewind", " to a checkpoint"),
-        (sum(e.action == "restart" for e in entries), "restart", ""),
+        (repeated["split"] + repeated["recompute"], "step", " repeated in smaller parts"),
+        (actions["rewind"], "rewind", " to a checkpoint"),
+        (actions["restart"], "restart", ""),
     ]
     parts = [f"{count(number, noun)}{what}" for number, noun, what in amounts if number]
     if (seconds := sum(e.seconds_lost for e in entries)) >= 1:

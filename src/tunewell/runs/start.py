@@ -14,7 +14,6 @@ from tunewell.methods.base import adapter_method
 from tunewell.model_files.files import locate
 from tunewell.model_files.presets import is_preset
 from tunewell.records.adapter import ADAPTER_WEIGHTS, read_adapter_config
-from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import PLAN, Start
 from tunewell.records.rundir import OUTCOME, find_outcome
 from tunewell.runs.resolve import resolve_model
@@ -151,15 +150,14 @@ def _saved_settings(adapter: Path) -> dict[str, Any]:
 
 def _tokenizer(ref: ModelRef) -> str | None:
     """Return the tokenizer of the earlier run or adapter; None if an adapter uses the one of its base model."""
-    if ref.kind == "run":
-        assert ref.plan is not None
-        if ref.corpus is None or read_manifest(ref.corpus).tokenizer.sha256 != ref.plan.tokenizer_sha256:
-            raise UserError(
-                f"the tokenizer of `{ref.name}` is missing: it is in its corpus `{ref.plan.corpus}`",
-                where="the corpus was removed, or prepared again with another tokenizer",
-                fix="set `tokenizer` to a folder with the tokenizer of the earlier run",
-            )
-    return ref.loaded.config.tokenizer
+    tokenizer = ref.loaded.config.tokenizer
+    if ref.plan is not None and (ref.corpus is None or tokenizer != str(ref.corpus / "tokenizer")):
+        raise UserError(
+            f"the tokenizer of `{ref.name}` is missing: it is in its corpus `{ref.plan.corpus}`",
+            where="the corpus was removed, or prepared again with another tokenizer",
+            fix="set `tokenizer` to a folder with the tokenizer of the earlier run",
+        )
+    return tokenizer
 
 
 def _spelled(name: str, loaded: LoadedConfig) -> str:

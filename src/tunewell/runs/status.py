@@ -17,7 +17,8 @@ from tunewell.runs.hang_monitor import process_cpu_seconds
 from tunewell.runs.state import EVENTS, StoredRun, modified_at, value_in
 
 _SAMPLE_SECONDS = 0.5
-_STACK_SECONDS = 3.0
+_STACK_POLLS = 30
+"""The stacks are complete if two reads, 0.1 s apart, return the same."""
 _SLOW_FACTOR = 3.0
 """A step that takes this many times longer than the median step is called slow."""
 _IDLE_SHARE = 0.01
@@ -153,14 +154,12 @@ def dump_stacks(pid: int) -> str:
         raise UserError(
             "the stacks of this run cannot be read: it has no supervisor, or this system is not Linux", fix=fix
         ) from error
-    deadline = time.monotonic() + _STACK_SECONDS
-    text = ""
-    while time.monotonic() < deadline:
+    text = b""
+    for _ in range(_STACK_POLLS):
         time.sleep(0.1)
-        new = file.read_bytes()[before:].decode("utf-8", "replace")
-        if new and new == text:
-            return new.strip()
-        text = new
+        known, text = text, file.read_bytes()[before:]
+        if text and text == known:
+            break
     if text:
-        return text.strip()
+        return text.decode("utf-8", "replace").strip()
     raise UserError("the run did not dump its stacks in time: its process is stopped or waits for a device", fix=fix)

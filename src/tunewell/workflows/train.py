@@ -5,20 +5,27 @@ import shlex
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from tunewell.config.load import LoadedConfig
+from tunewell.core.errors import UserError
 from tunewell.core.features import require_hook
 from tunewell.core.progress import DOWNLOADING, only_stage, silent
 from tunewell.core.redact import redact
+from tunewell.core.units import size_bytes
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
 from tunewell.machine.allocator import keep_freed_memory
-from tunewell.machine.device import probe_device, torch_threads
+from tunewell.machine.device import measure_threads, probe_device, torch_threads
+from tunewell.planning.fit import Planner
+from tunewell.planning.forecast import shape_of
+from tunewell.planning.memory import CONTEXT_BYTES
+from tunewell.planning.plan import plan_run
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan, Start
 from tunewell.records.report import EXIT_NOT_VALIDATED
@@ -27,7 +34,7 @@ from tunewell.runs.config import RunOptions, missing_rows, require_training_data
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Pulse
 from tunewell.runs.outcome import update_outcome, write_run_files
-from tunewell.runs.prediction import plan_to_train
+from tunewell.runs.probe import cached_probe, probe_run, sweep_sizes, with_probe
 from tunewell.runs.result import MetricsRecorder, TrainResult, make_result
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.device_check import check_device
@@ -39,6 +46,9 @@ from tunewell.training.run import Ending, Run
 from tunewell.training.step import StepHooks
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import validate
+
+_LONG_RUN = 2400.0
+"""Seconds from which `train` measures micro-batch sizes: 5% of them are the two minutes that this may take."""
 
 
 def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener = silent) -> TrainResult:
@@ -118,7 +128,7 @@ class Training:
             config = self.loaded.config
             corpus = open_corpus(self.loaded.path(config.corpus), verify=True, in_memory=config.train.in_memory)
         with self.recorder.stage("plan"):
-            plan, order = plan_to_train(self.loaded, corpus, self.device, self.recorder, self.options, self.world)
+            plan, order = self.predicted_plan(corpus)
             plan = plan.model_copy(update={"start": self.start})
             if self.start is not None:
                 self.recorder.note(f"training goes on from `{self.start.path}`")
@@ -127,6 +137,42 @@ class Training:
             else:
                 folder.write_plan(self.loaded, plan, corpus, argv=self.options.argv)
         return corpus, plan, order
+
+    def predicted_plan(self, corpus: Corpus) -> tuple[Plan, DataOrder]:
+        """Plan the run and predict it. Raise UserError if it cannot fit, unless `plan.memory: warn` is set.
+
+        Earlier measurements of the same run on this machine are used. On the command line, a new long run in one
+        process measures the size of its micro-batches in a child process first.
+        """
+        loaded, device, options, recorder = self.loaded, self.device, self.options, self.recorder
+        may_measure = options.owns_process and not options.is_resuming and self.world.size == 1
+        measure_once = cache(options.measure_threads or measure_threads)
+        if device.kind == "cuda" and device.free_bytes is not None and device.memory_bytes is not None:
+            # torch reports what is free beside the context of this process, which is part of the prediction.
+            device = replace(device, free_bytes=min(device.memory_bytes, device.free_bytes + CONTEXT_BYTES))
+        try:
+            shape = shape_of(loaded, corpus)
+            planner = Planner(loaded, corpus, device, shape, lambda shapes: measure_once(tuple(shapes)))
+        except UserError:  # a model whose size is not known before it is loaded
+            return plan_run(loaded, corpus, device, measure_threads=measure_threads)
+        plan, order, outlook = planner.first
+        found, is_long = cached_probe(loaded, plan, outlook), outlook.prediction.seconds.expected > _LONG_RUN
+        if found is None and may_measure and is_long and sweep_sizes(outlook)[0]:
+            found, reason = probe_run(loaded, plan, outlook, recorder)
+            if found is None:
+                recorder.note(f"micro-batch sizes were not measured: {reason}")
+        if found is not None:
+            planner = with_probe(planner, found)
+            plan, order, outlook = planner.first
+        if not outlook.prediction.fits:
+            if loaded.config.plan.memory == "refuse":
+                planner.require_fit()
+            memory = outlook.prediction.memory
+            recorder.note(
+                f"the run may be out of memory: it needs about {size_bytes(memory.needed_bytes)}, and "
+                f"{size_bytes(memory.free_bytes or 0)} are free; `tunewell plan` lists what helps"
+            )
+        return plan, order
 
     def build(self, folder: RunFolder, corpus: Corpus, plan: Plan, order: DataOrder) -> tuple[RunInputs, Run]:
         """Load the model, restore the checkpoint of a resumed run, and check that packed documents stay separate."""

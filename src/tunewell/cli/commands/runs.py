@@ -20,8 +20,7 @@ def command(
 ) -> None:
     """List the runs in a folder, or show whether one run is alive."""
     from tunewell.cli.screens.runs import runs_screen, status_screen
-    from tunewell.runs.listing import list_runs, require_column
-    from tunewell.runs.state import COLUMNS
+    from tunewell.runs.state import COLUMNS, list_runs, require_column
     from tunewell.runs.status import find_status
 
     names = [name.strip() for name in columns.split(",") if name.strip()] if columns else []
