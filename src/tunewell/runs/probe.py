@@ -62,12 +62,11 @@ class ProbeResult:
         return next(size for size in self.sizes if size.tokens_per_second >= _NEAR_BEST * best)
 
 
-def sweep_sizes(outlook: Outlook) -> tuple[list[int], str]:
-    """Return the micro-batch sizes to measure, or none and the reason."""
+def sweep_sizes(outlook: Outlook) -> list[int]:
+    """Return the micro-batch sizes to measure. None if the size is set, or if measuring takes over 5% of the run."""
     work, seconds = outlook.work, outlook.prediction.seconds.expected
     if work.config.train.micro_batch_tokens != "auto":
-        return [], "`train.micro_batch_tokens` is set"
-    budget = min(_MAX_SECONDS, _RUN_SHARE * seconds)
+        return []
     # With a limit in tokens, other steps can be larger than the sampled ones, and must not need a second micro-batch.
     largest = work.plan.batch_tokens.value or max(
         [int(step.sum()) for step in work.step_lengths] or [work.micro_tokens]
@@ -77,12 +76,8 @@ def sweep_sizes(outlook: Outlook) -> tuple[list[int], str]:
     sizes |= {size for factor in (2, 4, 8) if longest <= (size := planned // factor) and size >= 128}
     sizes |= {min(size, largest) for factor in (2, 4) if (size := planned * factor) < 2 * largest}
     sizes = {size for size in sizes if size <= max(largest, planned)}
-    needed = 4 * outlook.speed.step_seconds * len(sizes)
-    if len(sizes) < 2:
-        return [], "a step is a single micro-batch"
-    if needed > budget:
-        return [], f"measuring would take {needed:.0f} s, more than 5% of the run"
-    return sorted(sizes), ""
+    is_affordable = 4 * outlook.speed.step_seconds * len(sizes) <= min(_MAX_SECONDS, _RUN_SHARE * seconds)
+    return sorted(sizes) if len(sizes) > 1 and is_affordable else []
 
 
 def probe_run(
@@ -92,7 +87,7 @@ def probe_run(
 
     Raises UserError if the engine refuses the run, for example because no layer has a name of `method.targets`.
     """
-    sizes = sweep_sizes(outlook)[0] if is_sweeping else []
+    sizes = sweep_sizes(outlook) if is_sweeping else []
     key = _key(loaded, plan, outlook)
     if (known := _CACHE.read(key)) is not None and (known.get("sizes") or not sizes):
         return _result(known, plan, outlook), ""

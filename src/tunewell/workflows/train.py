@@ -157,7 +157,7 @@ class Training:
             return plan_run(loaded, corpus, device, measure_threads=measure_threads)
         plan, order, outlook = planner.first
         found, is_long = cached_probe(loaded, plan, outlook), outlook.prediction.seconds.expected > _LONG_RUN
-        if found is None and may_measure and is_long and sweep_sizes(outlook)[0]:
+        if found is None and may_measure and is_long and sweep_sizes(outlook):
             found, reason = probe_run(loaded, plan, outlook, recorder)
             if found is None:
                 recorder.note(f"micro-batch sizes were not measured: {reason}")
