@@ -43,7 +43,7 @@ def data_paths(data: Any) -> list[str] | None:
     if data is None:
         return None
     if isinstance(data, str | Path):
-        return [str(data)]
+        data = [data]
     if isinstance(data, Sequence) and data and all(isinstance(entry, str | Path) for entry in data):
         return [str(entry) for entry in data]
     return [str(_save(_rows_of(data)))]

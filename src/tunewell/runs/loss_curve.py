@@ -203,16 +203,19 @@ def letter(index: int) -> str:
     return chr(ord("a") + index % MAX_LINES)
 
 
-def _cut_together(lines: Sequence[Line]) -> list[list[tuple[int, float]]]:
-    """Return the points of each line. They are clipped only if each line has points above its own ceiling."""
+def _cut_together(lines: Sequence[Line]) -> tuple[list[list[tuple[int, float]]], list[tuple[int, float]]]:
+    """Return the points of each line, and those of all lines that can be drawn.
+
+    They are clipped only if each line has points above its own ceiling.
+    """
     limits = [limit for line in lines if (limit := ceiling(line.held_out)) is not None]
-    return [cut(line.held_out, max(limits) if limits and len(limits) == len(lines) else None) for line in lines]
+    curves = [cut(line.held_out, max(limits) if limits and len(limits) == len(lines) else None) for line in lines]
+    return curves, [point for points in curves for point in drawable(points)]
 
 
 def draw_curves(lines: Sequence[Line], *, width: int = 60, height: int = 12, is_ascii: bool = False) -> str:
     """Draw the held-out losses of several runs, each with the letter of the run at its evaluations."""
-    curves = _cut_together(lines)
-    known = [point for points in curves for point in drawable(points)]
+    curves, known = _cut_together(lines)
     if not known:
         return ""
     plot = TextPlot(known, width, height, is_ascii=is_ascii)
@@ -227,8 +230,7 @@ def draw_curves(lines: Sequence[Line], *, width: int = 60, height: int = 12, is_
 def curves_svg(lines: Sequence[Line], *, title: str, is_page: bool = False) -> str:
     """Return the curves as an SVG document with axes and a legend. In a page, presentation attributes colour it."""
     lines = lines[:MAX_LINES]
-    curves = _cut_together(lines)
-    known = [point for points in curves for point in drawable(points)]
+    curves, known = _cut_together(lines)
     plot = SvgPlot(known, WIDTH, HEIGHT) if known else None
     legend = []
     for index, (line, points) in enumerate(zip(lines, curves, strict=True)):

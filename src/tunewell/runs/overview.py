@@ -156,10 +156,10 @@ def _describe_export(folder: Path) -> str:
 
 def _newest_run(base: Path, loaded: LoadedConfig | None) -> Path | None:
     """Return the run folder that was started last: that of the config, or one in this folder or in `runs`."""
-    named = [loaded.path(loaded.config.run)] if loaded is not None else []
-    folders = {path.parent for pattern in (f"[!.]*/{PLAN}", f"runs/[!.]*/{PLAN}") for path in base.glob(pattern)}
-    known = [path for path in (*named, *folders) if (path / PLAN).is_file()]
-    return max(known, key=lambda path: (path / PLAN).stat().st_mtime, default=None)
+    plans = [loaded.path(loaded.config.run) / PLAN] if loaded is not None else []
+    plans += [*base.glob(f"[!.]*/{PLAN}"), *base.glob(f"runs/[!.]*/{PLAN}")]
+    newest = max((plan for plan in plans if plan.is_file()), key=lambda plan: plan.stat().st_mtime, default=None)
+    return newest.parent if newest else None
 
 
 def _has_options(config: Path) -> bool:

@@ -214,6 +214,12 @@ def make_result(
     tokens = run.progress.tokens - first_tokens
     newest, best = run.checkpoints.newest(), run.checkpoints.best()
     is_own_memory = options.is_alone or run.learner.device.type == "cuda"
+    age = process_seconds() if options.owns_process and options.is_alone else None
+    if ending.is_resumable:
+        following = resume_command(loaded, options)
+    else:
+        command = "validate" if ending.status == "finished" else "diagnose"
+        following = f"tunewell {command} {shlex.quote(str(folder.parent))}"
     artefacts = []
     if best is not None and newest is not None and best.step != newest.step:
         artefacts.append((str(best.path), f"the best checkpoint by held-out loss, step {best.step}"))
@@ -230,7 +236,7 @@ def make_result(
         tokens=run.progress.tokens,
         supervised_tokens=run.progress.supervised_tokens,
         seconds=recorder.total_seconds,
-        start_seconds=_start_seconds(recorder) if options.owns_process and options.is_alone else None,
+        start_seconds=None if age is None else max(0.0, age - recorder.total_seconds),
         stages={**recorder.seconds, **run.seconds},
         tokens_per_second=tokens / seconds if seconds else 0.0,
         peak_memory_bytes=peak_memory(run.learner.device) if is_own_memory else None,
@@ -239,24 +245,13 @@ def make_result(
         held_out=recorder.held_out,
         best_step=run.progress.best_step,
         artefacts=artefacts,
-        next_command=_next_command(loaded, ending, folder.parent, options),
+        next_command=following,
         notes=recorder.notes,
         signal=ending.signal,
         changes=recorder.changes,
         healing=run.healing.entries,
         advice=[*([ending.advice] if ending.advice else []), *advice(run.healing.entries)],
     )
-
-
-def _start_seconds(recorder: MetricsRecorder) -> float | None:
-    age = process_seconds()
-    return None if age is None else max(0.0, age - recorder.total_seconds)
-
-
-def _next_command(loaded: LoadedConfig, ending: Ending, run: Path, options: RunOptions) -> str:
-    if ending.is_resumable:
-        return resume_command(loaded, options)
-    return f"tunewell {'validate' if ending.status == 'finished' else 'diagnose'} {shlex.quote(str(run))}"
 
 
 def healing_summary(entries: Sequence[HealingEntry]) -> list[str]:
