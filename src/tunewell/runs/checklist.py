@@ -30,13 +30,14 @@ def checklist(
     keep: int,
 ) -> list[CheckedItem]:
     """Return the items, in the order in which they are shown. `device` has the memory that was free at the start."""
+    templates = dict.fromkeys(record.name for record in manifest.templates)
     return [
         CheckedItem("device", f"{plan.device.value}: {plan.device.because}"),
         CheckedItem("precision", f"{plan.precision.value}: {plan.precision.because}"),
         _memory(device, plan.prediction),
         _disk(folder, checkpoint_bytes, keep),
         _data(plan, manifest),
-        _template(manifest),
+        CheckedItem("template", ", ".join(templates) or "none: the rows are plain text"),
         _time(plan),
     ]
 
@@ -69,11 +70,6 @@ def _data(plan: Plan, manifest: Manifest) -> CheckedItem:
         f"{plan.epochs.value:.3g} epochs",
     ]
     return CheckedItem("data", ", ".join(parts), state="ok" if manifest.held_out else "warn")
-
-
-def _template(manifest: Manifest) -> CheckedItem:
-    names = dict.fromkeys(record.name for record in manifest.templates)
-    return CheckedItem("template", ", ".join(names) or "none: the rows are plain text")
 
 
 def _time(plan: Plan) -> CheckedItem:

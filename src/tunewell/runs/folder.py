@@ -157,8 +157,7 @@ def require_known_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
 def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], recorder: MetricsRecorder) -> Plan:
     """Return the plan with the measured settings of the first start, because new values would change the result."""
     before, settings = read_plan(folder), plan.config["train"]
-    measured = [name for name in _MEASURED if settings[name] == "auto"]
-    kept = {name: getattr(before, name) for name in measured if name not in allowed}
+    kept = {name: getattr(before, name) for name in _MEASURED if settings[name] == "auto" and name not in allowed}
     for name, section in (("evaluate_every", "evaluate"), ("save_every", "checkpoints")):
         if plan.config[section]["every_steps"] == "auto" and before.num_steps.value == plan.num_steps.value:
             kept[name] = getattr(before, name)

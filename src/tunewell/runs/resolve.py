@@ -56,9 +56,9 @@ def resolve_model(
     path = Path(name).expanduser()
     if checkpoint_step(path.name) is not None and (path.parent.parent / PLAN).is_file():
         path, checkpoint = path.parent.parent, str(checkpoint_step(path.name))
-    if template is not None and (path / PLAN).is_file():
-        raise UserError("a run uses the template it was trained with", fix="leave out `--template`")
     if (path / PLAN).is_file():
+        if template is not None:
+            raise UserError("a run uses the template it was trained with", fix="leave out `--template`")
         return _resolve_run(path, checkpoint, base, sets)
     if (path / ADAPTER_CONFIG).is_file():
         return _resolve_adapter(path, base, template, sets)
