@@ -1,5 +1,6 @@
 """Build a corpus: read rows in blocks, tokenise new blocks, assemble, find near duplicates, pack and write."""
 
+import hashlib
 import json
 import shutil
 from collections import Counter, deque
@@ -25,7 +26,6 @@ from tunewell.data.corpus.tokenized_block import (
     RenderedBlock,
     RowPipeline,
     TokenizedBlock,
-    cache_file_name,
     join_tokens,
     load_tokenized,
     render_block,
@@ -131,7 +131,7 @@ def _tokenized_blocks(job: Job, cache: Path, rows_before: int) -> Iterator[tuple
     pool = ThreadPoolExecutor(max_workers=1)
     try:
         for block in read_blocks(job.file, read):
-            name = cache_file_name(block, key)
+            name = hashlib.sha256(f"{block.digest}:{key}".encode()).hexdigest()[:40] + ".npz"
             future: Future[TokenizedBlock] = Future()
             if (cached := load_tokenized(cache / name)) is not None:
                 future.set_result(cached)

@@ -218,7 +218,7 @@ class _Unpacker:
         if self.pipeline.masker is None or self.pipeline.converter.keeps_text:
             return False
         with suppress(UserError, Rejected):
-            return self.pipeline.rendered_text_parser().parse(_with_line_ends(text), self.shard.name) is not None
+            return self.pipeline.parser.parse(_with_line_ends(text), self.shard.name) is not None
         return False
 
     def _mask(self, documents: Sequence[_Packed], texts: Sequence[str]) -> str:

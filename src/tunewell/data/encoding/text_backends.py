@@ -39,11 +39,11 @@ class WordTable(dict[str, list[int]]):
         self._backend = backend
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
-        """Return the ids of ASCII texts, with None for each text that the pattern does not cover."""
+        """Return the ids of texts, with None for each text that is not ASCII or that the pattern does not cover."""
         findall, ids_of = self._pattern.findall, self.__getitem__
         ids: list[list[int] | None] = []
         for text in texts:
-            words = findall(text)
+            words = findall(text) if text.isascii() else []
             covers = sum(map(len, words)) == len(text)
             ids.append(list(chain.from_iterable(map(ids_of, words))) if covers else None)
         return ids
