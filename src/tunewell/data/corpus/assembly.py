@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -131,7 +131,7 @@ class Assembly:
         self._open = ExitStack()
         self._files = {name: self._open.enter_context((folder / f"{name}.bin").open("wb")) for name in _COLUMNS}
         dropped = (folder / DROPPED).open("w", encoding="utf-8", errors="backslashreplace")
-        self._dropped = self._open.enter_context(dropped)
+        self._lists: dict[str, TextIO] = {DROPPED: self._open.enter_context(dropped)}
 
     def begin_source(self, name: str, sha256: str, num_bytes: int, *, version: str = "") -> None:
         """Start a new source. The following blocks belong to it."""
@@ -159,8 +159,12 @@ class Assembly:
         self.notes.update(block.notes)
         self.unknown_characters.update(block.unknown_characters)
         for index, kinds in block.secrets:
-            self._add_secrets(ledger, numbers[index], kinds)
-        self._add_answers(ledger, block, numbers)
+            self.num_secret_rows += 1
+            self.secrets.update(kinds)
+            if self.num_secret_rows <= _MAX_SECRET_ROWS:
+                self._list(SECRETS, source=ledger.name, row=numbers[index], kinds=kinds)
+        for index, column, answers in block.answers:
+            self._list(ANSWERS, source=ledger.name, row=numbers[index], column=column, answers=answers)
         rows = np.asarray(numbers, dtype=np.int64)
         dropped = np.flatnonzero(block.status)
         for index, detail in zip(dropped.tolist(), block.details, strict=True):
@@ -202,34 +206,22 @@ class Assembly:
         self.num_tokens += int(lengths.sum())
         self._num_documents += len(lengths)
 
-    def _add_secrets(self, ledger: SourceLedger, row: int, kinds: dict[str, int]) -> None:
-        """Count the secrets of a row; list the row if there are not too many."""
-        self.secrets.update(kinds)
-        self.num_secret_rows += 1
-        if self.num_secret_rows <= _MAX_SECRET_ROWS:
-            line = {"source": ledger.name, "row": row, "kinds": kinds}
-            with (self.folder / "corpus" / SECRETS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-    def _add_answers(self, ledger: SourceLedger, block: TokenizedBlock, numbers: Sequence[int]) -> None:
-        """List the rows with accepted answers."""
-        lines = [
-            {"source": ledger.name, "row": numbers[index], "column": column, "answers": answers}
-            for index, column, answers in block.answers
-        ]
-        if lines:
-            with (self.folder / "corpus" / ANSWERS).open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    def _list(self, name: str, **line: Any) -> None:
+        """Write a line to a list of rows, which is created with its first line."""
+        if name not in self._lists:
+            file = (self.folder / "corpus" / name).open("w", encoding="utf-8", errors="backslashreplace")
+            self._lists[name] = self._open.enter_context(file)
+        self._lists[name].write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def drop(self, ledger: SourceLedger, row: int, reason: str, detail: str = "") -> None:
         """Count a dropped row and write it to `dropped.jsonl`."""
         ledger.dropped[reason] += 1
         ledger.examples.setdefault(reason, (row, detail))
-        line = {"source": ledger.name, "row": row, "reason": reason}
-        self._dropped.write(json.dumps(line | ({"detail": detail} if detail else {}), ensure_ascii=False) + "\n")
+        self._list(DROPPED, source=ledger.name, row=row, reason=reason, **({"detail": detail} if detail else {}))
 
-    def drop_document(self, documents: Documents, index: int, reason: str, detail: str = "") -> None:
+    def drop_document(self, index: int, reason: str, detail: str = "") -> None:
         """Drop a document that has already been counted."""
+        documents = self.documents
         ledger = self.sources[int(documents.source[index])]
         if documents.is_held_out[index]:
             ledger.held_out -= 1
@@ -237,6 +229,10 @@ class Assembly:
             ledger.documents -= 1
         documents.is_dropped[index] = True
         self.drop(ledger, int(documents.row[index]), reason, detail)
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Return the source and the row of a document."""
+        return self.sources[int(self.documents.source[index])].name, int(self.documents.row[index])
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
         # `tofile` is not used: it reports a full disk as "1000 requested and 0 written", without the cause.
@@ -247,15 +243,16 @@ class Assembly:
         for file in self._files.values():
             file.close()
         columns: dict[str, Any] = {name: self._map(name) for name in _COLUMNS}
-        documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
+        documents = self.documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
         # Held-out rows are chosen by their question, so that equal questions are never in both splits.
         if self._clean.answer_in_held_out == "drop" and self._has_held_out_file:
-            for index in _find_held_out_questions(documents).tolist():
-                self.drop_document(documents, index, "answer_in_held_out")
+            is_asked = np.isin(documents.question[:, 0], documents.question[documents.is_held_out, 0])
+            for index in np.flatnonzero(is_asked & ~documents.is_held_out).tolist():
+                self.drop_document(index, "answer_in_held_out")
         if self._clean.exact_duplicate == "drop":
             candidates = np.flatnonzero(~documents.is_dropped)
             for index in candidates[find_repeats(documents.whole[candidates])].tolist():
-                self.drop_document(documents, index, "exact_duplicate")
+                self.drop_document(index, "exact_duplicate")
         is_used = ~documents.is_dropped
         questions = np.unique(documents.question[:, 0][is_used])
         self.num_questions = len(questions)
@@ -283,7 +280,7 @@ class Assembly:
         is_phrase = np.isin(turn, asked[num_rows > limit])
         dropped = np.unique(turn_of[~is_phrase])
         for index in dropped.tolist():
-            self.drop_document(documents, index, "answer_in_held_out", "one of its turns is a held-out question")
+            self.drop_document(index, "answer_in_held_out", "one of its turns is a held-out question")
         if num_kept := len(np.setdiff1d(turn_of, dropped)):
             self.notes["held_out_phrases"] = num_kept
 
@@ -331,18 +328,6 @@ def find_repeats(digests: Digests) -> Ints:
         in_order = digests[:, half][order]
         is_repeat &= in_order[1:] == in_order[:-1]
     return np.sort(order[1:][is_repeat])
-
-
-def _find_held_out_questions(documents: Documents) -> Ints:
-    """Return the training documents whose question also occurs in a held-out document."""
-    held_out = documents.question[documents.is_held_out]
-    # Comparing the first halves with numpy leaves few digests to compare in Python.
-    is_candidate = np.isin(documents.question[:, 0], held_out[:, 0]) & ~documents.is_held_out
-    digests: list[list[int]] = held_out.tolist() if is_candidate.any() else []
-    asked = {tuple(digest) for digest in digests}
-    candidates = np.flatnonzero(is_candidate)
-    is_asked = [tuple(digest) in asked for digest in documents.question[candidates].tolist()]
-    return candidates[np.asarray(is_asked, dtype=bool)]
 
 
 def _without_first_tokens(block: TokenizedBlock) -> Bools:

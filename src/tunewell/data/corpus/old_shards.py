@@ -30,8 +30,7 @@ import numpy.typing as npt
 from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, read_text, sha256_file
-from tunewell.data.corpus.prepared import PreparedBlock
-from tunewell.data.corpus.tokenized_block import RowPipeline, TokenizedBlock, join_tokens, render_block
+from tunewell.data.corpus.tokenized_block import NumberedBlock, RowPipeline, TokenizedBlock, join_tokens, render_block
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, detect_format, is_url
@@ -88,7 +87,7 @@ class PackedShard:
         """Return size and time of the shard."""
         return self.file.source.stamp()
 
-    def blocks(self, pipeline: RowPipeline, limit: int | None = None) -> Iterator[PreparedBlock]:
+    def blocks(self, pipeline: RowPipeline, limit: int | None) -> Iterator[NumberedBlock]:
         """Yield the conversations of the packed rows, in their order."""
         reader, number = _Unpacker(pipeline, self), 0
         waiting: list[_Packed] = []
@@ -171,7 +170,7 @@ class _Unpacker:
         self.end_ids = (found[0],)
         return self.end_ids
 
-    def convert(self, documents: Sequence[_Packed], number: int) -> PreparedBlock:
+    def convert(self, documents: Sequence[_Packed], number: int) -> NumberedBlock:
         """Return documents as a block; repair the masks of those in which every token is supervised."""
         whole = {id(document) for document in documents if _has_all(document)}
         texts = [self._decode(document.ids) for document in documents]
@@ -211,7 +210,7 @@ class _Unpacker:
         tokens.notes["converted_from_shards"] = len(kept)
         if self.shard.is_assumed:
             tokens.notes["shards_without_manifest"] = len(kept)
-        return PreparedBlock(numbers, tokens, np.zeros(len(kept), dtype=bool))
+        return NumberedBlock(numbers, tokens)
 
     def _renders(self, text: str) -> bool:
         """Return True if the template of the config renders a text that a template has rendered."""

@@ -17,11 +17,11 @@ from typing import BinaryIO
 import numpy as np
 
 from tunewell.config.schema import SourceConfig
-from tunewell.core.arrays import Bools, Bytes, Hashes, Ints
+from tunewell.core.arrays import Bytes, Hashes, Ints
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes, sha256_text
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
-from tunewell.data.corpus.tokenized_block import TokenizedBlock
+from tunewell.data.corpus.tokenized_block import NumberedBlock, RowPipeline, TokenizedBlock
 from tunewell.data.masking.masker import Masker
 from tunewell.data.rows.cleaning import DIGEST_BYTES
 from tunewell.data.sources.base import TOKENIZED, SourceFile, is_url
@@ -32,15 +32,6 @@ _BLOCK_DOCUMENTS = 4096
 _PIECE = 0x9E3779B97F4A7C15
 """An odd number: multiplied by the start of a piece, it makes the digests of the pieces of a document distinct."""
 _NOT_APPLIED = ("format", "columns", "map", "system", "labels", "learn_from", "learn_roles")
-
-
-@dataclass
-class PreparedBlock:
-    """Some documents of a corpus: their rows, tokens, and which of them are held out."""
-
-    numbers: list[int]
-    tokens: TokenizedBlock
-    is_held_out: Bools
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class PreparedPart:
         """Return the hash of the corpus."""
         return self.corpus.manifest.corpus_sha256
 
-    def blocks(self, limit: int | None = None) -> Iterator[PreparedBlock]:
+    def blocks(self, pipeline: RowPipeline, limit: int | None) -> Iterator[NumberedBlock]:
         """Yield the documents in the order of their rows."""
         places = islice(self._places(), limit)
         answers = {
@@ -99,7 +90,7 @@ class PreparedPart:
                 yield splits[int(of_split[place])], int(own[place])
             last = key
 
-    def _block(self, places: list[tuple[Split, int]], answers: dict[int, tuple[str, list[str]]]) -> PreparedBlock:
+    def _block(self, places: list[tuple[Split, int]], answers: dict[int, tuple[str, list[str]]]) -> NumberedBlock:
         arrays = [split.arrays(index) for split, index in places]
         rows = [int(split.index["row"][index]) for split, index in places]
         digests = np.stack([_digests(split, index) for split, index in places])
@@ -116,7 +107,7 @@ class PreparedPart:
             answers=[(at, *answers[row]) for at, row in enumerate(rows) if row in answers],
         )
         held_out = np.asarray([split is self.corpus.held_out for split, _ in places], dtype=bool)
-        return PreparedBlock(rows, block, held_out)
+        return NumberedBlock(rows, block, held_out)
 
 
 def _offsets(splits: tuple[Split, Split], of_split: Ints) -> Ints:

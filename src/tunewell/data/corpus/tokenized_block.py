@@ -9,10 +9,11 @@ import json
 import re
 import zipfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -91,6 +92,27 @@ class TokenizedBlock(RowFacts):
             raise ValueError("a tokenized block does not account for every row")
         if int(self.lengths.sum()) != len(self.tokens):
             raise ValueError("a tokenized block has more or fewer tokens than its documents")
+
+
+@dataclass
+class NumberedBlock:
+    """A tokenized block with the numbers of its rows."""
+
+    numbers: Sequence[int]
+    tokens: TokenizedBlock
+    is_held_out: Bools | None = None
+    """The documents that a prepared corpus holds out."""
+    num_bytes: int = 0
+    cache_name: str = ""
+    """The name of its file in the cache; empty for documents that were not tokenised here."""
+
+
+class TokenizedSource(Protocol):
+    """A source that has tokens: a part of a prepared corpus, or a packed shard."""
+
+    def blocks(self, pipeline: "RowPipeline", limit: int | None) -> Iterator[NumberedBlock]:
+        """Yield at most `limit` documents."""
+        ...
 
 
 def save_tokenized(path: Path, block: TokenizedBlock) -> None:

@@ -270,10 +270,10 @@ _NUM_NAMED = 5
 class CorpusWriter:
     """The writer of the files of a corpus, in `assembly.folder / "corpus"`."""
 
-    def __init__(self, spec: BuildSpec, assembly: Assembly, documents: Documents, space: SpaceEstimate) -> None:
+    def __init__(self, spec: BuildSpec, assembly: Assembly, space: SpaceEstimate) -> None:
         self._spec = spec
         self._assembly = assembly
-        self._documents = documents
+        self._documents = assembly.documents
         self._space = space
         self._corpus = assembly.folder / "corpus"
 
@@ -380,7 +380,7 @@ class CorpusWriter:
             )
         for index in too_long.tolist():
             detail = f"{documents.lengths[index]:,} tokens; a sequence has {context.value:,}"
-            self._assembly.drop_document(documents, index, "too_long", detail)
+            self._assembly.drop_document(index, "too_long", detail)
 
     def _name(self, index: int) -> str:
         return f"{self._assembly.sources[int(self._documents.source[index])].name} row {self._documents.row[index]}"
@@ -395,7 +395,7 @@ class CorpusWriter:
         open_group = np.where(is_open, group, -1).astype(np.int32)
         mix = mix_sources(open_group, documents.order_key, spec.shares, spec.data.max_repeats)
         for index in np.flatnonzero(is_open & (mix.copies == 0)).tolist():
-            self._assembly.drop_document(documents, index, "not_sampled")
+            self._assembly.drop_document(index, "not_sampled")
         return mix
 
     def _write_manifest(
