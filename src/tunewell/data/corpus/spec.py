@@ -12,7 +12,7 @@ from tunewell.config.schema import Config, Data, Packing, SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.core.units import count
+from tunewell.core.units import count, listed
 from tunewell.core.version import made_by
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.formats import Converter, FormatOptions
@@ -35,7 +35,6 @@ HELD_OUT_FILE = -1
 """Source index of the held-out file."""
 NO_SHARE = -2
 """Source index of all sources without a `share`."""
-_NUM_NAMED = 5
 _NUM_ADVISED = 2
 
 
@@ -139,11 +138,12 @@ def _file_remarks(path: str, base: Path) -> list[str]:
         return []
     if shards := _find_tokenized(path, base):
         files, read = (Counter(file.name for file in some) for some in (find_files(path, base=base), shards))
-        others = [] if read - files else [*(files - read).elements()]  # a prepared corpus has names of its own
-        return [f"{count(len(others), 'shard')} of a validation split not read: {_listed(others)}"] if others else []
-    links = outside_links(path, base=base)
+        # A prepared corpus has names of its own.
+        others = [] if read - files else [f"`{name}`" for name in (files - read).elements()]
+        return [f"{count(len(others), 'shard')} of a validation split not read: {listed(others)}"] if others else []
+    links = [f"`{name}`" for name in outside_links(path, base=base)]
     remarks = [
-        f"{count(len(links), 'link')} in `{path}` skipped, because the targets are outside of it: {_listed(links)}; "
+        f"{count(len(links), 'link')} in `{path}` skipped, because the targets are outside of it: {listed(links)}; "
         "to read a target, list it in `data.sources`"
     ]
     return [*(remarks if links else []), *_unread_remarks(path, base)]
@@ -156,12 +156,8 @@ def _unread_remarks(path: str, base: Path) -> list[str]:
     fixes = ["to read a file, list it in `data.sources`"] if any(detect_format(name)[0] for name in names) else []
     kinds = {suffix: name for name in reversed(names) if (suffix := PurePath(name).suffix.lower()) in UNREADABLE}
     fixes += [f"`{name}`: {UNREADABLE[suffix]}" for suffix, name in sorted(kinds.items())[:_NUM_ADVISED]]
-    return ["; ".join([f"{count(len(names), 'file')} in `{path}` not read: {_listed(names)}", *fixes])]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(f"`{name}`" for name in names[:_NUM_NAMED]) + more
+    shown = listed([f"`{name}`" for name in names])
+    return ["; ".join([f"{count(len(names), 'file')} in `{path}` not read: {shown}", *fixes])]
 
 
 def source_options(config: Config, index: int, progress: ProgressListener = silent) -> SourceOptions:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tunewell.core.files import (
     write_atomic,
 )
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.core.units import count
+from tunewell.core.units import count, listed
 from tunewell.data.corpus.assembly import Assembly, Documents, SpaceEstimate
 from tunewell.data.corpus.held_out import write_questions
 from tunewell.data.corpus.packing import (
@@ -48,13 +48,13 @@ from tunewell.data.corpus.spec import NO_SHARE, BuildSpec
 from tunewell.data.corpus.summary import (
     WrittenSplit,
     data_card,
-    describe_file,
     make_manifest,
     suggest_fix,
     suggest_rows,
     total_dropped,
 )
 from tunewell.data.sources.arrow import Lists, write_columns, write_lists
+from tunewell.records.base import FileRecord
 from tunewell.records.manifest import (
     COLUMNS,
     CORPUS_NAMES,
@@ -101,8 +101,7 @@ def write_split(
             ShardRecord(file=path.name, bytes=path.stat().st_size, sha256=sha256_file(path), sequences=last - first)
         )
         progress(Progress("writing", last, packing.num_sequences, "sequences"))
-    sequences.write_index(folder / "documents.arrow")
-    sequences.write_digests(folder / DIGESTS)
+    sequences.write_index(folder)
     _write_dataset_files(folder, shards)
     return SplitRecord(
         documents=len(units),
@@ -120,9 +119,7 @@ class _Sequences:
         self._units = units
         self._packing = packing
         self._documents = documents
-        self._sequence = np.empty(len(units), dtype=np.int32)
-        self._start = np.empty(len(units), dtype=np.int32)
-        self.supervised = np.empty(len(units), dtype=np.int32)
+        self._sequence, self._start, self.supervised = np.empty((3, len(units)), dtype=np.int32)
 
     def batch(self, first: int, last: int) -> dict[str, Lists]:
         """Return the sequences from `first` up to, but not including, `last`."""
@@ -146,24 +143,22 @@ class _Sequences:
         lists = (in_tokens, ids), (in_tokens, labels), (in_order, lengths.astype(np.int32))
         return dict(zip(COLUMNS, lists, strict=True))
 
-    def write_index(self, path: Path) -> None:
-        """Write the source, the row, the sequence and the position of every unit."""
+    def write_index(self, folder: Path) -> None:
+        """Write the source, the row and the position of every unit, and its digests, with which corpora are mixed."""
+        documents, units = self._documents, self._units
+        own = units.document
         columns: dict[str, npt.NDArray[np.integer[Any]]] = {
-            "source": self._documents.source[self._units.document],
-            "row": self._documents.row[self._units.document],
+            "source": documents.source[own],
+            "row": documents.row[own],
             "sequence": self._sequence,
             "start": self._start,
-            "length": self._units.length,
+            "length": units.length,
             "supervised": self.supervised,
-            "piece_start": self._units.start,
+            "piece_start": units.start,
         }
-        write_columns(path, columns)
-
-    def write_digests(self, path: Path) -> None:
-        """Write the digests of every unit, so that corpora can be mixed as if they were prepared together."""
-        own = self._units.document
-        columns = (self._documents.whole[own], self._documents.question[own], self._documents.boundary[own, None])
-        np.save(path, np.hstack([column.astype("<u8") for column in columns]), allow_pickle=False)
+        write_columns(folder / "documents.arrow", columns)
+        digests = (documents.whole[own], documents.question[own], documents.boundary[own, None])
+        np.save(folder / DIGESTS, np.hstack([column.astype("<u8") for column in digests]), allow_pickle=False)
 
 
 def _write_dataset_files(folder: Path, shards: list[ShardRecord]) -> None:
@@ -197,6 +192,7 @@ class CorpusOutput:
         self.target = target
         self.path = target.resolve()  # replace the folder that a symlink points to, not the symlink
         self.work_dir = self.path.parent / ".tunewell" / f"prepare-{self.path.name}"
+        self._staging_dir = self.work_dir / "staging"
 
     def find_current(self, spec: BuildSpec) -> Manifest | None:
         """Return the manifest of the existing corpus if it is intact and was built from the same inputs."""
@@ -214,21 +210,17 @@ class CorpusOutput:
             raise UserError(f"`{self.target}` is a file", fix="choose another folder with `--out`")
         names = {entry.name for entry in self.path.iterdir()} - {".DS_Store"} if self.path.is_dir() else set[str]()
         foreign = sorted(names - CORPUS_NAMES)
-        if foreign or (names and not self._is_corpus(names)):
+        is_corpus = not names or names >= _CORPUS_MARKERS
+        if MANIFEST in names:
+            with suppress(DamagedManifest):
+                read_manifest(self.path)
+                is_corpus = True
+        if foreign or not is_corpus:
             raise UserError(
                 f"the folder `{self.target}` is not a corpus, so it will not be overwritten",
                 where=", ".join((foreign or sorted(names))[:5]),
                 fix="choose another folder with `--out`, or move those files away",
             )
-
-    def _is_corpus(self, names: set[str]) -> bool:
-        if MANIFEST in names:
-            try:
-                read_manifest(self.path)
-                return True
-            except DamagedManifest:
-                pass
-        return names >= _CORPUS_MARKERS
 
     def has_leftovers(self) -> bool:
         """Return True if an interrupted `prepare` left unfinished files."""
@@ -239,32 +231,22 @@ class CorpusOutput:
         """Lock the work folder and clean up after an interrupted `prepare`; raise UserError if it is already locked."""
         existing = next(folder for folder in self.work_dir.parents if folder.exists())
         with disk_full_as_user_error(existing, lambda: _SMALL_FILES_BYTES):
-            self._make_work_dir()
+            try:
+                make_private(self.work_dir.parent)
+                make_private(self.work_dir)
+                write_atomic(self.work_dir.parent / ".gitignore", "*\n")
+            except OSError as error:
+                if is_disk_full(error):
+                    raise
+                raise UserError(
+                    f"the folder `{self.target}` cannot be written: {error.strerror}",
+                    fix="make its parent folder writable, or choose another folder with `--out`",
+                ) from error
             with FolderLock.take(self.work_dir / "lock", doing=f"preparing `{self.target}`"):
                 recover_publish(self.path)
                 if self._staging_dir.exists():
                     shutil.rmtree(self._staging_dir)
                 yield
-
-    def _make_work_dir(self) -> None:
-        try:
-            make_private(self.work_dir.parent)
-            make_private(self.work_dir)
-            write_atomic(self.work_dir.parent / ".gitignore", "*\n")
-        except OSError as error:
-            if is_disk_full(error):
-                raise
-            raise UserError(
-                f"the folder `{self.target}` cannot be written: {error.strerror}",
-                fix="make its parent folder writable, or choose another folder with `--out`",
-            ) from error
-
-    @property
-    def _staging_dir(self) -> Path:
-        return self.work_dir / "staging"
-
-
-_NUM_NAMED = 5
 
 
 class CorpusWriter:
@@ -286,18 +268,56 @@ class CorpusWriter:
         self._apply_length_policy(context)
         self._require_training_data()
         mix = self._mix()
-        members = {"train": ~documents.is_held_out, "held_out": documents.is_held_out}
         self._require_held_out_rows()
-        units = {name: self._units(is_member, context, mix, name) for name, is_member in members.items()}
+        units = {
+            "train": self._units(~documents.is_held_out, context, mix),
+            "held_out": self._units(documents.is_held_out, context, None),
+        }
         self._space.tokens = sum(int(some.length.sum(dtype=np.int64)) for some in units.values())
         require_disk_space(self._corpus, self._space.shard_bytes())
-        splits = {name: self._write_split(name, some, context) for name, some in units.items() if len(some)}
+        splits: dict[str, WrittenSplit] = {}
+        for name, some in units.items():
+            if len(some):
+                packing = pack(some.length, context.value)
+                shard_tokens, progress = spec.packing.shard_tokens, spec.progress
+                splits[name] = (
+                    some,
+                    packing,
+                    write_split(
+                        self._corpus / name,
+                        units=some,
+                        packing=packing,
+                        documents=documents,
+                        shard_tokens=shard_tokens,
+                        progress=progress,
+                    ),
+                )
         write_questions(self._corpus, self._assembly.known_questions)
         self._assembly.close()
         (self._assembly.folder / DROPPED).rename(self._corpus / DROPPED)
         (self._corpus / "dataset_dict.json").write_text(stable_json({"splits": list(splits)}), encoding="utf-8")
         spec.save_tokenizer(self._corpus / "tokenizer")
-        return self._write_manifest(splits, context, mix, near_duplicates)
+        manifest = make_manifest(
+            spec, self._assembly, splits=splits, context=context, mix=mix, near_duplicates=near_duplicates
+        )
+        (self._corpus / "README.md").write_text(data_card(manifest), encoding="utf-8")
+        manifest = self._with_files(manifest)
+        sync_tree(self._corpus)
+        write_manifest(self._corpus, manifest)
+        return manifest
+
+    def _with_files(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with the sizes and the hashes of all files."""
+        known = {
+            f"{name}/{shard.file}": shard.sha256 for name, split in manifest.splits.items() for shard in split.shards
+        }
+        files: dict[str, FileRecord] = {}
+        for path in self._corpus.rglob("*"):
+            if path.is_file():
+                name = path.relative_to(self._corpus).as_posix()
+                files[name] = FileRecord(bytes=path.stat().st_size, sha256=known.get(name) or sha256_file(path))
+        shards = [f"{name}:{file.sha256}" for name, file in sorted(files.items()) if name.endswith(".arrow")]
+        return manifest.model_copy(update={"files": files, "corpus_sha256": sha256_text(*shards)})
 
     def _longest(self) -> int:
         """Return the length of the longest document that is kept by the length policy."""
@@ -320,24 +340,12 @@ class CorpusWriter:
                 fix="the file is read like the first source (`columns`, `map`, `format`): give it the same columns",
             )
 
-    def _units(self, is_member: Bools, context: Chosen[int], mix: Mix | None, name: str) -> Units:
+    def _units(self, is_member: Bools, context: Chosen[int], mix: Mix | None) -> Units:
         units = whole_units(np.flatnonzero(is_member & ~self._documents.is_dropped), self._documents.lengths)
         units = split_long(units, context.value)
         if units.num_pieces:
             units = without_unsupervised(units, self._documents)
-        return repeat(units, mix.copies[units.document]) if mix and name == "train" else units
-
-    def _write_split(self, name: str, units: Units, context: Chosen[int]) -> WrittenSplit:
-        packing, folder, progress = pack(units.length, context.value), self._corpus / name, self._spec.progress
-        record = write_split(
-            folder,
-            units=units,
-            packing=packing,
-            documents=self._documents,
-            shard_tokens=self._spec.packing.shard_tokens,
-            progress=progress,
-        )
-        return units, packing, record
+        return repeat(units, mix.copies[units.document]) if mix else units
 
     def _require_training_data(self) -> None:
         documents = self._documents
@@ -367,23 +375,20 @@ class CorpusWriter:
         if not len(too_long) or policy == "split":
             return
         if policy == "error":
-            named = [f"{self._name(i)} ({documents.lengths[i]:,} tokens)" for i in too_long[:_NUM_NAMED].tolist()]
-            more = f" and {len(too_long) - _NUM_NAMED:,} more" if len(too_long) > _NUM_NAMED else ""
+            places = ((*self._assembly.place(index), documents.lengths[index]) for index in too_long.tolist())
+            named = [f"{source} row {row} ({length:,} tokens)" for source, row, length in places]
             is_model_limit = self._spec.context_limit is not None and context.value >= self._spec.context_limit
             longest = int(documents.lengths[too_long].max())
             raise_length = "" if is_model_limit else f"set `packing.context_length` to at least {longest:,}, or "
             are = "documents are" if len(too_long) > 1 else "document is"
             raise UserError(
                 f"{len(too_long):,} {are} longer than the {context.value:,} tokens of a sequence",
-                where=", ".join(named) + more,
+                where=listed(named),
                 fix=f"{raise_length}set `packing.long_documents` to `split` or `drop`",
             )
         for index in too_long.tolist():
             detail = f"{documents.lengths[index]:,} tokens; a sequence has {context.value:,}"
             self._assembly.drop_document(index, "too_long", detail)
-
-    def _name(self, index: int) -> str:
-        return f"{self._assembly.sources[int(self._documents.source[index])].name} row {self._documents.row[index]}"
 
     def _mix(self) -> Mix | None:
         spec, documents = self._spec, self._documents
@@ -397,35 +402,3 @@ class CorpusWriter:
         for index in np.flatnonzero(is_open & (mix.copies == 0)).tolist():
             self._assembly.drop_document(index, "not_sampled")
         return mix
-
-    def _write_manifest(
-        self,
-        splits: dict[str, WrittenSplit],
-        context: Chosen[int],
-        mix: Mix | None,
-        near_duplicates: NearDuplicateRecord | None,
-    ) -> Manifest:
-        documents = self._documents
-        is_trained = ~documents.is_held_out & ~documents.is_dropped
-        boundary = np.where(is_trained, documents.boundary, 0)
-        paths = sorted(path for path in self._corpus.rglob("*") if path.is_file())
-        known = {f"{name}/{shard.file}": shard for name, (_, _, record) in splits.items() for shard in record.shards}
-        names = {path.relative_to(self._corpus).as_posix(): path for path in paths}
-        files = {name: describe_file(path, known.get(name)) for name, path in names.items()}
-        manifest = make_manifest(
-            self._spec,
-            self._assembly,
-            splits=splits,
-            lengths=documents.lengths[is_trained],
-            boundary_tokens=int((boundary * mix.copies if mix else boundary).sum(dtype=np.int64)),
-            context=context,
-            mix=mix,
-            files=files,
-            near_duplicates=near_duplicates,
-        )
-        card = self._corpus / "README.md"
-        card.write_text(data_card(manifest), encoding="utf-8")
-        manifest = manifest.model_copy(update={"files": {**files, card.name: describe_file(card)}})
-        sync_tree(self._corpus)
-        write_manifest(self._corpus, manifest)
-        return manifest
