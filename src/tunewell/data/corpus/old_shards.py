@@ -18,6 +18,7 @@ another tokenizer.
 import json
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ import numpy.typing as npt
 from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, read_text, sha256_file
-from tunewell.data.corpus.tokenized_block import NumberedBlock, RowPipeline, TokenizedBlock, join_tokens, render_block
+from tunewell.data.corpus.tokenized_block import NumberedBlock, RowPipeline, join_tokens, render_block
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, detect_format, is_url
@@ -108,6 +109,8 @@ class PackedShard:
 class _Packed:
     ids: Ints
     labels: Ints
+    is_whole: bool
+    """Whether every token is supervised in the shard."""
 
 
 @dataclass
@@ -147,7 +150,7 @@ class _Unpacker:
         ends = np.flatnonzero(np.isin(ids, self._end_ids(ids)))
         for start, end in zip([0, *(ends + 1)], [*ends, len(ids)], strict=True):
             if len(np.unique(ids[start:end])) > 1:  # a run of one id is padding that the attention mask includes
-                yield _Packed(ids[start:end], labels[start:end])
+                yield _Packed(ids[start:end], labels[start:end], not (labels[start + 1 : end] == -100).any())
 
     def _end_ids(self, ids: Ints) -> tuple[int, ...]:
         """Return the tokens between conversations: named in the manifest, or the end token if it does not end turns."""
@@ -172,7 +175,6 @@ class _Unpacker:
 
     def convert(self, documents: Sequence[_Packed], number: int) -> NumberedBlock:
         """Return documents as a block; repair the masks of those in which every token is supervised."""
-        whole = {id(document) for document in documents if _has_all(document)}
         texts = [self._decode(document.ids) for document in documents]
         numbers = list(range(number - len(documents) + 1, number + 1))
         if self.is_rendered is None:
@@ -184,32 +186,34 @@ class _Unpacker:
         rendered = render_block(block, pipeline)
         if self.is_rendered and rendered.formats.get("text", 0):
             pairs = zip(documents, texts, strict=True)
-            if plain := [text for document, text in pairs if id(document) in whole and not self._renders(text)]:
+            if plain := [text for document, text in pairs if document.is_whole and not self._renders(text)]:
                 raise self._no_roles(len(plain), plain)
         tokens = join_tokens(rendered, pipeline.encoder.encode(rendered.layouts))
         kept = [document for document, status in zip(documents, tokens.status, strict=True) if status == 0]
-        labels = np.where(tokens.supervised, tokens.tokens.astype(np.int64), -100)
-        parts = [np.split(array, np.cumsum(tokens.lengths)[:-1]) for array in (tokens.tokens, labels)]
+        num_whole = sum(document.is_whole for document in kept)
+        is_own = [self.is_rendered and document.is_whole for document in kept]
+        ids, supervised = (
+            np.split(each, np.cumsum(tokens.lengths)[:-1]) for each in (tokens.tokens, tokens.supervised)
+        )
         # Markers that were added to the tokenizer have ids that the shards do not have.
         if self.is_rendered and not pipeline.encoder.tokenizer.added_by_us:
-            self._compare(parts[0], kept)
-        num_stored = sum(id(document) not in whole for document in kept)
-        if not self.is_rendered:
-            tokens = _as_stored(tokens, kept)
-            tokens.notes = {note: len(kept) - num_stored} if len(kept) > num_stored else {}
-        elif num_stored:
-            own = [
-                _Packed(ids.astype(np.int64), mask) if id(document) in whole else document
-                for document, ids, mask in zip(kept, *parts, strict=True)
-            ]
-            boundary = tokens.boundary * [id(document) in whole for document in kept]
-            tokens = _as_stored(tokens, own)
-            tokens.boundary, tokens.notes = boundary, tokens.notes if num_stored < len(kept) else {}
-        if num_stored:
-            tokens.notes["masks_as_stored"] = num_stored
-        tokens.notes["converted_from_shards"] = len(kept)
+            self._compare(ids, kept)
+        for document, has_own, *own in zip(kept, is_own, ids, supervised, strict=False):
+            if has_own:
+                document.ids = own[0].astype(np.int64)
+                document.labels = np.where(own[1], document.ids, -100)
+        # The digests of the conversations stay.
+        tokens.lengths = np.asarray([len(document.ids) for document in kept], dtype=np.int64)
+        tokens.tokens = np.concatenate([*(document.ids for document in kept), np.zeros(0)]).astype(np.uint32)
+        tokens.supervised = np.concatenate([*(document.labels for document in kept), np.zeros(0)]) != -100
+        tokens.boundary = np.where(is_own, tokens.boundary, 0)
+        notes = tokens.notes if any(is_own) else Counter({note: num_whole} if num_whole else {})
+        if num_whole < len(kept):
+            notes["masks_as_stored"] = len(kept) - num_whole
+        notes["converted_from_shards"] = len(kept)
         if self.shard.is_assumed:
-            tokens.notes["shards_without_manifest"] = len(kept)
+            notes["shards_without_manifest"] = len(kept)
+        tokens.notes = notes
         return NumberedBlock(numbers, tokens)
 
     def _renders(self, text: str) -> bool:
@@ -224,7 +228,7 @@ class _Unpacker:
         """Mask the documents without a mask by their markers, or not at all with `format: text`; return the note."""
         backend = self.pipeline.encoder.tokenizer.backend
         self._compare((np.asarray(backend.encode(text, add_special_tokens=False).ids) for text in texts), documents)
-        found = [document for document in documents if _has_all(document)]
+        found = [document for document in documents if document.is_whole]
         if not found or self.pipeline.converter.keeps_text:
             return "trained_as_a_whole"
         num_plain = 0
@@ -278,11 +282,6 @@ class _Unpacker:
         return _wrong_manifest(self.shard.name, f"it says 3.0, but {what}")
 
 
-def _has_all(document: _Packed) -> bool:
-    """Return True if every token is supervised."""
-    return not (document.labels[1:] == -100).any()
-
-
 def _with_line_ends(text: str) -> str:
     """Restore the line ends of a chat template in a text without any."""
     for pattern, line_end in _LINE_ENDS if "\n" not in text else ():
@@ -299,16 +298,6 @@ def _same_ids(ids: npt.NDArray[Any], stored: Ints) -> bool:
     short, long = sorted((ids.astype(np.int64), stored), key=len)
     is_same = (long[: len(short)] == short).all() or (long[-len(short) :] == short).all()
     return len(long) - len(short) <= 1 and bool(is_same)
-
-
-def _as_stored(tokens: TokenizedBlock, documents: Sequence[_Packed]) -> TokenizedBlock:
-    """Return a block with the ids and masks of the shard; the digests of the conversations stay."""
-    ids = [document.ids for document in documents]
-    tokens.lengths = np.asarray([len(own) for own in ids], dtype=np.int64)
-    tokens.tokens = np.concatenate([*ids, np.zeros(0)]).astype(np.uint32)
-    tokens.supervised = np.concatenate([*(document.labels for document in documents), np.zeros(0)]) != -100
-    tokens.boundary = np.zeros(len(ids), dtype=np.int64)
-    return tokens
 
 
 def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:

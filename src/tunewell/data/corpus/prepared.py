@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from tunewell.config.schema import SourceConfig
-from tunewell.core.arrays import Bytes, Hashes, Ints
+from tunewell.core.arrays import Bytes, Hashes
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes, sha256_text
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
@@ -74,21 +74,17 @@ class PreparedPart:
 
     def _places(self) -> Iterator[tuple[Split, int]]:
         """Yield the split and the index of every document, sorted by row; of copies only the first."""
-        splits = (self.corpus, self.corpus.held_out)
-        found = [np.flatnonzero(split.index["source"] == self.number) for split in splits if len(split)]
-        of_split = np.repeat([number for number, split in enumerate(splits) if len(split)], [len(own) for own in found])
-        own = np.concatenate([*found, np.zeros(0, dtype=np.int64)]).astype(np.int64)
-        keys = [
-            np.concatenate([split.index[name] for split in splits if len(split)])[_offsets(splits, of_split) + own]
+        splits = [split for split in (self.corpus, self.corpus.held_out) if len(split)]
+        own = [np.flatnonzero(split.index["source"] == self.number) for split in splits]
+        row, piece = (
+            np.concatenate([split.index[name][some] for split, some in zip(splits, own, strict=True)])
             for name in ("row", "piece_start")
-        ]
-        order = np.lexsort((own, keys[1], keys[0]))
-        last: tuple[int, int] | None = None
-        for place in order.tolist():
-            key = int(keys[0][place]), int(keys[1][place])
-            if key != last:
-                yield splits[int(of_split[place])], int(own[place])
-            last = key
+        )
+        of_split, index = np.repeat(np.arange(len(splits)), [len(some) for some in own]), np.concatenate(own)
+        order = np.lexsort((index, piece, row))
+        is_copy = (np.diff(row[order]) == 0) & (np.diff(piece[order]) == 0)
+        for place in order[~np.append(False, is_copy)[: len(order)]].tolist():
+            yield splits[int(of_split[place])], int(index[place])
 
     def _block(self, places: list[tuple[Split, int]], answers: dict[int, tuple[str, list[str]]]) -> NumberedBlock:
         arrays = [split.arrays(index) for split, index in places]
@@ -108,11 +104,6 @@ class PreparedPart:
         )
         held_out = np.asarray([split is self.corpus.held_out for split, _ in places], dtype=bool)
         return NumberedBlock(rows, block, held_out)
-
-
-def _offsets(splits: tuple[Split, Split], of_split: Ints) -> Ints:
-    """Return where the columns of each document's split begin in the joined columns."""
-    return np.where(of_split == 1, len(splits[0]), 0)
 
 
 def _digests(split: Split, index: int) -> Hashes:
