@@ -166,23 +166,23 @@ class Assembly:
         for index, column, answers in block.answers:
             self._list(ANSWERS, source=ledger.name, row=numbers[index], column=column, answers=answers)
         rows = np.asarray(numbers, dtype=np.int64)
-        dropped = np.flatnonzero(block.status)
-        for index, detail in zip(dropped.tolist(), block.details, strict=True):
-            self.drop(ledger, int(rows[index]), block.reasons[int(block.status[index]) - 1], detail)
-        rows = rows[block.status == 0]
-        supervised = _without_first_tokens(block)
-        keep = np.zeros(len(rows), dtype=bool)
-        if len(rows):
-            keep = np.logical_or.reduceat(supervised, np.cumsum(block.lengths) - block.lengths)
+        is_dropped = block.status > 0
+        for row, code, detail in zip(rows[is_dropped].tolist(), block.status[is_dropped], block.details, strict=True):
+            self.drop(ledger, row, block.reasons[code - 1], detail)
+        rows, whole, question, turns = rows[~is_dropped], *map(_as_numbers, (block.whole, block.question, block.turns))
+        supervised = block.supervised.astype(bool)
+        starts = np.cumsum(block.lengths) - block.lengths
+        supervised[starts] = False  # a first token cannot be predicted from earlier ones
+        keep = np.logical_or.reduceat(supervised, starts) if len(rows) else np.zeros(0, dtype=bool)
         for row in rows[~keep].tolist():
             self.drop(ledger, row, "nothing_to_learn")
         held_out = np.full(len(rows), is_held_out)
         if not is_held_out and self._held_out_share:
-            held_out = _as_numbers(block.question)[:, 0] / _TWO_64 < self._held_out_share
+            held_out = question[:, 0] / _TWO_64 < self._held_out_share
         if stays_held_out is not None:
             held_out |= stays_held_out
             if self._is_auto:
-                self.known_questions = np.union1d(self.known_questions, _as_numbers(block.question)[stays_held_out, 0])
+                self.known_questions = np.union1d(self.known_questions, question[stays_held_out, 0])
         ledger.documents += int((keep & ~held_out).sum())
         ledger.held_out += int((keep & held_out).sum())
         keep_token = np.repeat(keep, block.lengths)
@@ -196,9 +196,9 @@ class Assembly:
             "source": np.full(len(lengths), len(self.sources) - 1),
             "row": rows[keep],
             "is_held_out": held_out[keep],
-            "whole": _as_numbers(block.whole)[keep],
-            "question": _as_numbers(block.question)[keep],
-            "turn": _as_numbers(block.turns)[keep[block.turn_of], 0],
+            "whole": whole[keep],
+            "question": question[keep],
+            "turn": turns[keep[block.turn_of], 0],
             "turn_of": (self._num_documents + np.cumsum(keep) - 1)[block.turn_of][keep[block.turn_of]],
         }
         for name, values in columns.items():
@@ -244,32 +244,35 @@ class Assembly:
             file.close()
         columns: dict[str, Any] = {name: self._map(name) for name in _COLUMNS}
         documents = self.documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
+        drops_answers = self._clean.answer_in_held_out == "drop"
         # Held-out rows are chosen by their question, so that equal questions are never in both splits.
-        if self._clean.answer_in_held_out == "drop" and self._has_held_out_file:
-            is_asked = np.isin(documents.question[:, 0], documents.question[documents.is_held_out, 0])
-            for index in np.flatnonzero(is_asked & ~documents.is_held_out).tolist():
+        asked = documents.question[:, 0]
+        if drops_answers and self._has_held_out_file:
+            is_asked = np.isin(asked, asked[documents.is_held_out]) & ~documents.is_held_out
+            for index in np.flatnonzero(is_asked).tolist():
                 self.drop_document(index, "answer_in_held_out")
         if self._clean.exact_duplicate == "drop":
             candidates = np.flatnonzero(~documents.is_dropped)
             for index in candidates[find_repeats(documents.whole[candidates])].tolist():
                 self.drop_document(index, "exact_duplicate")
         is_used = ~documents.is_dropped
-        questions = np.unique(documents.question[:, 0][is_used])
+        questions = np.unique(asked[is_used])
         self.num_questions = len(questions)
         if self._is_auto:
             chosen = choose_auto(questions, self.known_questions)
             self.known_questions = np.union1d(self.known_questions, chosen)
-            self._hold_out(documents, chosen)
+            self._hold_out(chosen)
         elif self._held_out_share and not self._has_held_out_file:
             num_rows = int((documents.is_held_out & is_used).sum())
             if not _MIN_HELD_OUT <= num_rows <= int(is_used.sum()) // 2:  # chance may choose none or all of a few rows
-                self._hold_out(documents, choose_share(questions, self._held_out_share))
-        if self._clean.answer_in_held_out == "drop":
-            self._drop_held_out_turns(documents)
+                self._hold_out(choose_share(questions, self._held_out_share))
+        if drops_answers:
+            self._drop_held_out_turns()
         return documents
 
-    def _drop_held_out_turns(self, documents: Documents) -> None:
+    def _drop_held_out_turns(self) -> None:
         """Drop training documents in which a turn is a held-out question. Phrases that are in many rows are counted."""
+        documents = self.documents
         is_used = ~documents.is_dropped
         held_out = documents.question[:, 0][documents.is_held_out & is_used]
         is_asked = np.isin(documents.turn, held_out) & (is_used & ~documents.is_held_out)[documents.turn_of]
@@ -277,17 +280,17 @@ class Assembly:
         asked, num_rows = np.unique(turn, return_counts=True)
         num_used = int(is_used.sum())
         limit = min(max(_PHRASE_ROWS, _PHRASE_SHARE * num_used), _MOST * num_used)
-        is_phrase = np.isin(turn, asked[num_rows > limit])
-        dropped = np.unique(turn_of[~is_phrase])
+        dropped = np.unique(turn_of[~np.isin(turn, asked[num_rows > limit])])
         for index in dropped.tolist():
             self.drop_document(index, "answer_in_held_out", "one of its turns is a held-out question")
         if num_kept := len(np.setdiff1d(turn_of, dropped)):
             self.notes["held_out_phrases"] = num_kept
 
-    def _hold_out(self, documents: Documents, questions: Hashes) -> None:
+    def _hold_out(self, questions: Hashes) -> None:
         """Hold out the rows with these questions and no others, and count them in the ledger."""
-        is_used, is_held_out = ~documents.is_dropped, np.isin(documents.question[:, 0], questions)
-        for index in np.flatnonzero(is_used & (is_held_out != documents.is_held_out)).tolist():
+        documents = self.documents
+        is_held_out = np.isin(documents.question[:, 0], questions)
+        for index in np.flatnonzero(~documents.is_dropped & (is_held_out != documents.is_held_out)).tolist():
             ledger, change = self.sources[int(documents.source[index])], 1 if is_held_out[index] else -1
             ledger.held_out += change
             ledger.documents -= change
@@ -328,13 +331,6 @@ def find_repeats(digests: Digests) -> Ints:
         in_order = digests[:, half][order]
         is_repeat &= in_order[1:] == in_order[:-1]
     return np.sort(order[1:][is_repeat])
-
-
-def _without_first_tokens(block: TokenizedBlock) -> Bools:
-    """Return the mask without the first token of each document, which cannot be predicted from earlier tokens."""
-    supervised = block.supervised.astype(bool)
-    supervised[np.cumsum(block.lengths) - block.lengths] = False
-    return supervised
 
 
 def _as_numbers(digests: Bytes) -> Digests:

@@ -300,7 +300,9 @@ def _parse_rendered_prompt(conversation: Conversation, format_name: str, pipelin
     if roles[-2:] != ["user", "assistant"] or roles[:-2] not in ([], ["system"]) or pipeline.converter.keeps_text:
         return format_name
     *system, asked, replied = conversation.messages
-    found = pipeline.parser.parse_prompt(asked["content"], replied["content"], pipeline.source, format_name)
+    found = pipeline.parser.parse(
+        asked["content"], pipeline.source, completion=replied["content"], format_name=format_name
+    )
     if found is None:
         return format_name
     messages = found[0].messages
