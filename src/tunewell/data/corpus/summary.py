@@ -11,7 +11,7 @@ from tunewell.config.glossary import entries
 from tunewell.core.units import count, listed, percent
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
 from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
-from tunewell.data.corpus.spec import BuildSpec
+from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
 from tunewell.data.rows.column_names import LABELS, first_present, nearest_column
 from tunewell.data.sources.archive import open_archive
@@ -97,7 +97,11 @@ def make_manifest(
         sources=[source.record() for source in sources],
         remarks=[
             *spec.remarks,
-            *_encoding_remarks(spec, sources),
+            *(
+                f"`{job.file.name}`: read as cp1252 (Windows, Excel); save it as UTF-8 if letters look wrong"
+                for job, source in zip(spec.jobs, sources, strict=True)
+                if source.rows and _is_guessed_as_cp1252(job)
+            ),
             *(remark for source in sources for remark in _drop_remarks(source)),
             *_text_remarks(spec, sources),
             *(remark for source in sources for remark in _column_remarks(source)),
@@ -112,16 +116,10 @@ def make_manifest(
     )
 
 
-def _encoding_remarks(spec: BuildSpec, sources: list[SourceLedger]) -> Iterator[str]:
-    """Yield a sentence about each file whose encoding is a guess."""
-    for job, source in zip(spec.jobs, sources, strict=True):
-        if not source.rows:
-            continue
-        file = open_archive(job.file) if job.file.format == "zip" else job.file
-        if file.format == TOKENIZED or job.pipeline.read.encoding != "auto":
-            continue
-        if detect_encoding(file, "auto") == "cp1252":
-            yield f"`{job.file.name}`: read as cp1252 (Windows, Excel); save it as UTF-8 if letters look wrong"
+def _is_guessed_as_cp1252(job: Job) -> bool:
+    file = open_archive(job.file) if job.file.format == "zip" else job.file
+    is_guessed = file.format != TOKENIZED and job.pipeline.read.encoding == "auto"
+    return is_guessed and detect_encoding(file, "auto") == "cp1252"
 
 
 _DROP_FIXES = {
@@ -224,10 +222,10 @@ def total_dropped(assembly: Assembly) -> Counter[str]:
 
 def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRecord:
     shortest, longest = int(lengths.min()), int(lengths.max())
-    width = _round_width((longest - shortest) / _NUM_BARS)
-    edges = np.arange(shortest // width * width, longest + width, width)
-    if edges[-1] <= longest:
-        edges = np.append(edges, edges[-1] + width)
+    # The width of a bar is 1, 2 or 5 times a power of ten.
+    widths = (step * 10**power for power in range(12) for step in (1, 2, 5))
+    width = next(each for each in widths if each >= (longest - shortest) / _NUM_BARS)
+    edges = np.arange(shortest // width * width, (longest // width + 2) * width, width)
     counts, _ = np.histogram(lengths, bins=edges)
     bars = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
     return LengthRecord(
@@ -239,12 +237,6 @@ def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRec
         padding_waste=padding_waste(lengths, context_length),
         histogram=[(a, b, number) for a, b, number in bars if number or a < longest],
     )
-
-
-def _round_width(width: float) -> int:
-    """Round the width of histogram bars up to 1, 2 or 5 times a power of ten."""
-    steps = (step * 10**power for power in range(12) for step in (1, 2, 5))
-    return next(step for step in steps if step >= width)
 
 
 def data_card(manifest: Manifest) -> str:

@@ -4,13 +4,14 @@ import json
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tunewell.core.arrays import Bools
+from tunewell.core.arrays import Bools, SmallInts
 from tunewell.core.errors import UserError
 from tunewell.core.files import (
     FolderLock,
@@ -87,7 +88,26 @@ def write_split(
 ) -> SplitRecord:
     """Write the sequences of a split, the index of its documents and the metadata files of `datasets`."""
     folder.mkdir(parents=True)
-    sequences = _Sequences(units, packing, documents)
+    supervised = np.empty(len(units), dtype=np.int32)
+
+    def batch(first: int) -> dict[str, Lists]:
+        """Return the sequences from `first`, and count the supervised tokens of their units."""
+        bounds = packing.starts[first : min(first + per_batch, last) + 1]
+        order = packing.order[bounds[0] : bounds[-1]]
+        lengths = units.length[order].astype(np.int64)
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        begins = documents.begins[units.document[order]] + units.start[order]
+        positions = np.repeat(begins - starts, lengths) + np.arange(int(ends[-1]))
+        ids, is_supervised = documents.tokens[positions].astype(np.int32), documents.supervised[positions]
+        is_supervised[starts] = False  # a first token has no context, or belongs to the previous piece
+        supervised[order] = np.add.reduceat(is_supervised, starts, dtype=np.int64)
+        labels = np.where(is_supervised, ids, np.int32(-100))  # PyTorch's cross entropy ignores it
+        in_order = (bounds - bounds[0]).astype(np.int32)
+        in_tokens = np.append(0, ends)[in_order].astype(np.int32)
+        lists = (in_tokens, ids), (in_tokens, labels), (in_order, lengths.astype(np.int32))
+        return dict(zip(COLUMNS, lists, strict=True))
+
     shards: list[ShardRecord] = []
     per_shard = max(1, shard_tokens // packing.context_length)
     per_batch = max(1, _BATCH_TOKENS // packing.context_length)
@@ -95,70 +115,42 @@ def write_split(
     for shard in range(num_shards):
         first, last = shard * per_shard, min((shard + 1) * per_shard, packing.num_sequences)
         path = folder / f"data-{shard:05d}-of-{num_shards:05d}.arrow"
-        starts = range(first, last, per_batch)
-        write_lists(path, (sequences.batch(start, min(start + per_batch, last)) for start in starts), COLUMNS)
+        write_lists(path, map(batch, range(first, last, per_batch)), COLUMNS)
         shards.append(
             ShardRecord(file=path.name, bytes=path.stat().st_size, sha256=sha256_file(path), sequences=last - first)
         )
         progress(Progress("writing", last, packing.num_sequences, "sequences"))
-    sequences.write_index(folder)
+    _write_index(folder, units, packing, documents, supervised)
     _write_dataset_files(folder, shards)
     return SplitRecord(
         documents=len(units),
         sequences=packing.num_sequences,
         tokens=packing.num_tokens,
-        supervised=int(sequences.supervised.sum(dtype=np.int64)),
+        supervised=int(supervised.sum(dtype=np.int64)),
         shards=shards,
     )
 
 
-class _Sequences:
-    """A builder of the sequences of a split. It works in batches and records the position of each unit."""
-
-    def __init__(self, units: Units, packing: Packing, documents: Documents) -> None:
-        self._units = units
-        self._packing = packing
-        self._documents = documents
-        self._sequence, self._start, self.supervised = np.empty((3, len(units)), dtype=np.int32)
-
-    def batch(self, first: int, last: int) -> dict[str, Lists]:
-        """Return the sequences from `first` up to, but not including, `last`."""
-        bounds = self._packing.starts[first : last + 1]
-        order = self._packing.order[bounds[0] : bounds[-1]]
-        lengths = self._units.length[order].astype(np.int64)
-        begins = self._documents.begins[self._units.document[order]] + self._units.start[order]
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        positions = np.repeat(begins - starts, lengths) + np.arange(int(ends[-1]))
-        ids = self._documents.tokens[positions].astype(np.int32)
-        is_supervised = self._documents.supervised[positions]
-        is_supervised[starts] = False  # a first token has no context, or belongs to the previous piece
-        in_order = (bounds - bounds[0]).astype(np.int32)
-        in_tokens = np.concatenate([[0], ends])[in_order].astype(np.int32)
-        of_sequence = np.repeat(np.arange(last - first), np.diff(in_order))
-        self._sequence[order] = first + of_sequence
-        self._start[order] = starts - in_tokens[of_sequence]
-        self.supervised[order] = np.add.reduceat(is_supervised, starts, dtype=np.int64)
-        labels = np.where(is_supervised, ids, np.int32(-100))  # PyTorch's cross entropy ignores it
-        lists = (in_tokens, ids), (in_tokens, labels), (in_order, lengths.astype(np.int32))
-        return dict(zip(COLUMNS, lists, strict=True))
-
-    def write_index(self, folder: Path) -> None:
-        """Write the source, the row and the position of every unit, and its digests, with which corpora are mixed."""
-        documents, units = self._documents, self._units
-        own = units.document
-        columns: dict[str, npt.NDArray[np.integer[Any]]] = {
-            "source": documents.source[own],
-            "row": documents.row[own],
-            "sequence": self._sequence,
-            "start": self._start,
-            "length": units.length,
-            "supervised": self.supervised,
-            "piece_start": units.start,
-        }
-        write_columns(folder / "documents.arrow", columns)
-        digests = (documents.whole[own], documents.question[own], documents.boundary[own, None])
-        np.save(folder / DIGESTS, np.hstack([column.astype("<u8") for column in digests]), allow_pickle=False)
+def _write_index(folder: Path, units: Units, packing: Packing, documents: Documents, supervised: SmallInts) -> None:
+    """Write the source, the row and the position of every unit, and its digests, with which corpora are mixed."""
+    sequence, start = np.empty((2, len(units)), dtype=np.int32)
+    in_sequence, lengths = np.diff(packing.starts), units.length[packing.order].astype(np.int64)
+    starts = np.cumsum(lengths) - lengths
+    sequence[packing.order] = np.repeat(np.arange(packing.num_sequences), in_sequence)
+    start[packing.order] = starts - np.repeat(starts[packing.starts[:-1]], in_sequence)
+    columns: dict[str, npt.NDArray[np.integer[Any]]] = {
+        "source": documents.source[units.document],
+        "row": documents.row[units.document],
+        "sequence": sequence,
+        "start": start,
+        "length": units.length,
+        "supervised": supervised,
+        "piece_start": units.start,
+    }
+    write_columns(folder / "documents.arrow", columns)
+    digests = (documents.whole, documents.question, documents.boundary[:, None])
+    stored = np.hstack([column[units.document].astype("<u8") for column in digests])
+    np.save(folder / DIGESTS, stored, allow_pickle=False)
 
 
 def _write_dataset_files(folder: Path, shards: list[ShardRecord]) -> None:
@@ -249,21 +241,23 @@ class CorpusOutput:
                 yield
 
 
+@dataclass
 class CorpusWriter:
     """The writer of the files of a corpus, in `assembly.folder / "corpus"`."""
 
-    def __init__(self, spec: BuildSpec, assembly: Assembly, space: SpaceEstimate) -> None:
-        self._spec = spec
-        self._assembly = assembly
-        self._documents = assembly.documents
-        self._space = space
-        self._corpus = assembly.folder / "corpus"
+    spec: BuildSpec
+    assembly: Assembly
+    space: SpaceEstimate
+
+    @property
+    def _corpus(self) -> Path:
+        return self.assembly.folder / "corpus"
 
     def write(self, near_duplicates: NearDuplicateRecord | None = None) -> Manifest:
         """Write all files, the manifest last; raise UserError if no document is left or a document is too long."""
-        documents, spec = self._documents, self._spec
+        documents, spec = self.assembly.documents, self.spec
         self._require_training_data()
-        self._assembly.require_known_characters(spec.tokenizer.normalizer)
+        self.assembly.require_known_characters(spec.tokenizer.normalizer)
         context = choose_context_length(self._longest(), spec.packing.context_length, spec.context_limit)
         self._apply_length_policy(context)
         self._require_training_data()
@@ -273,32 +267,28 @@ class CorpusWriter:
             "train": self._units(~documents.is_held_out, context, mix),
             "held_out": self._units(documents.is_held_out, context, None),
         }
-        self._space.tokens = sum(int(some.length.sum(dtype=np.int64)) for some in units.values())
-        require_disk_space(self._corpus, self._space.shard_bytes())
+        self.space.tokens = sum(int(some.length.sum(dtype=np.int64)) for some in units.values())
+        require_disk_space(self._corpus, self.space.shard_bytes())
         splits: dict[str, WrittenSplit] = {}
         for name, some in units.items():
             if len(some):
                 packing = pack(some.length, context.value)
-                shard_tokens, progress = spec.packing.shard_tokens, spec.progress
-                splits[name] = (
-                    some,
-                    packing,
-                    write_split(
-                        self._corpus / name,
-                        units=some,
-                        packing=packing,
-                        documents=documents,
-                        shard_tokens=shard_tokens,
-                        progress=progress,
-                    ),
+                record = write_split(
+                    self._corpus / name,
+                    units=some,
+                    packing=packing,
+                    documents=documents,
+                    shard_tokens=spec.packing.shard_tokens,
+                    progress=spec.progress,
                 )
-        write_questions(self._corpus, self._assembly.known_questions)
-        self._assembly.close()
-        (self._assembly.folder / DROPPED).rename(self._corpus / DROPPED)
+                splits[name] = some, packing, record
+        write_questions(self._corpus, self.assembly.known_questions)
+        self.assembly.close()
+        (self.assembly.folder / DROPPED).rename(self._corpus / DROPPED)
         (self._corpus / "dataset_dict.json").write_text(stable_json({"splits": list(splits)}), encoding="utf-8")
         spec.save_tokenizer(self._corpus / "tokenizer")
         manifest = make_manifest(
-            spec, self._assembly, splits=splits, context=context, mix=mix, near_duplicates=near_duplicates
+            spec, self.assembly, splits=splits, context=context, mix=mix, near_duplicates=near_duplicates
         )
         (self._corpus / "README.md").write_text(data_card(manifest), encoding="utf-8")
         manifest = self._with_files(manifest)
@@ -321,15 +311,15 @@ class CorpusWriter:
 
     def _longest(self) -> int:
         """Return the length of the longest document that is kept by the length policy."""
-        lengths, limit = self._documents.lengths[~self._documents.is_dropped], self._spec.context_limit
-        if self._spec.packing.long_documents == "drop" and limit is not None and (lengths <= limit).any():
+        lengths, limit = self.assembly.documents.lengths[~self.assembly.documents.is_dropped], self.spec.context_limit
+        if self.spec.packing.long_documents == "drop" and limit is not None and (lengths <= limit).any():
             lengths = lengths[lengths <= limit]
         return int(lengths.max())
 
     def _require_held_out_rows(self) -> None:
         """Raise UserError if a held-out file is set and none of its rows can be used."""
-        files = [index for index, job in enumerate(self._spec.jobs) if job.is_held_out]
-        sources = [self._assembly.sources[index] for index in files]
+        files = [index for index, job in enumerate(self.spec.jobs) if job.is_held_out]
+        sources = [self.assembly.sources[index] for index in files]
         if files and not any(source.held_out for source in sources):
             reasons = ", ".join(
                 f"{number:,} {reason}" for source in sources for reason, number in source.dropped.items()
@@ -341,23 +331,25 @@ class CorpusWriter:
             )
 
     def _units(self, is_member: Bools, context: Chosen[int], mix: Mix | None) -> Units:
-        units = whole_units(np.flatnonzero(is_member & ~self._documents.is_dropped), self._documents.lengths)
+        units = whole_units(
+            np.flatnonzero(is_member & ~self.assembly.documents.is_dropped), self.assembly.documents.lengths
+        )
         units = split_long(units, context.value)
         if units.num_pieces:
-            units = without_unsupervised(units, self._documents)
+            units = without_unsupervised(units, self.assembly.documents)
         return repeat(units, mix.copies[units.document]) if mix else units
 
     def _require_training_data(self) -> None:
-        documents = self._documents
+        documents = self.assembly.documents
         if not (documents.is_held_out | documents.is_dropped).all():
             return
-        num_rows = sum(source.rows for source in self._assembly.sources)
-        dropped = total_dropped(self._assembly).most_common()
+        num_rows = sum(source.rows for source in self.assembly.sources)
+        dropped = total_dropped(self.assembly).most_common()
         reasons = [f"{number:,} {reason}" for reason, number in dropped]
         if held_out := int((documents.is_held_out & ~documents.is_dropped).sum()):
             reasons.append(f"{held_out:,} held out")
-        self._assembly.close()
-        with (self._assembly.folder / DROPPED).open(encoding="utf-8") as lines:
+        self.assembly.close()
+        with (self.assembly.folder / DROPPED).open(encoding="utf-8") as lines:
             line = lines.readline()
         where = ", ".join(reasons) or "no row was read"
         first: dict[str, str] = json.loads(line) if line else {}
@@ -366,18 +358,18 @@ class CorpusWriter:
         raise UserError(
             f"no training data: 0 of {count(num_rows, 'row')} can be used",
             where=where,
-            fix=suggest_fix(first) if num_rows else suggest_rows(self._spec),
+            fix=suggest_fix(first) if num_rows else suggest_rows(self.spec),
         )
 
     def _apply_length_policy(self, context: Chosen[int]) -> None:
-        documents, policy = self._documents, self._spec.packing.long_documents
+        documents, policy = self.assembly.documents, self.spec.packing.long_documents
         too_long = np.flatnonzero((documents.lengths > context.value) & ~documents.is_dropped)
         if not len(too_long) or policy == "split":
             return
         if policy == "error":
-            places = ((*self._assembly.place(index), documents.lengths[index]) for index in too_long.tolist())
+            places = ((*self.assembly.place(index), documents.lengths[index]) for index in too_long.tolist())
             named = [f"{source} row {row} ({length:,} tokens)" for source, row, length in places]
-            is_model_limit = self._spec.context_limit is not None and context.value >= self._spec.context_limit
+            is_model_limit = self.spec.context_limit is not None and context.value >= self.spec.context_limit
             longest = int(documents.lengths[too_long].max())
             raise_length = "" if is_model_limit else f"set `packing.context_length` to at least {longest:,}, or "
             are = "documents are" if len(too_long) > 1 else "document is"
@@ -388,10 +380,10 @@ class CorpusWriter:
             )
         for index in too_long.tolist():
             detail = f"{documents.lengths[index]:,} tokens; a sequence has {context.value:,}"
-            self._assembly.drop_document(index, "too_long", detail)
+            self.assembly.drop_document(index, "too_long", detail)
 
     def _mix(self) -> Mix | None:
-        spec, documents = self._spec, self._documents
+        spec, documents = self.spec, self.assembly.documents
         if not spec.shares:
             return None
         groups = [job.source_index if job.source_index in spec.shares else NO_SHARE for job in spec.jobs]
@@ -400,5 +392,5 @@ class CorpusWriter:
         open_group = np.where(is_open, group, -1).astype(np.int32)
         mix = mix_sources(open_group, documents.order_key, spec.shares, spec.data.max_repeats)
         for index in np.flatnonzero(is_open & (mix.copies == 0)).tolist():
-            self._assembly.drop_document(index, "not_sampled")
+            self.assembly.drop_document(index, "not_sampled")
         return mix
