@@ -146,11 +146,8 @@ def _fill_empty_slots(signatures: Signatures) -> None:
 
 def slots_per_band(threshold: float) -> int:
     """Return the largest number of slots per band with which pairs at the threshold are found."""
-
-    def recall(slots: int) -> float:
-        return 1 - (1 - threshold**slots) ** (NUM_SLOTS // slots)
-
-    return max((slots for slots in range(1, 9) if recall(slots) >= _MIN_RECALL), default=1)
+    missed = {slots: (1 - threshold**slots) ** (NUM_SLOTS // slots) for slots in range(1, 9)}
+    return max((slots for slots, share in missed.items() if 1 - share >= _MIN_RECALL), default=1)
 
 
 class NearDuplicateSearch:
@@ -243,13 +240,12 @@ class NearDuplicateSearch:
 
 def jaccard(documents: TokenLists, first: Ints, second: Ints, threshold: float = 0) -> Floats:
     """Return the exact Jaccard similarity of each pair, or any number below the threshold for pairs below it."""
+    result, likely = np.zeros(len(first)), np.arange(len(first))
     if threshold:
         # Hashes of 32 bits are compared five times as fast. Two shingles rarely have the same one.
         likely = np.flatnonzero(_compare(documents, first, second, np.uint32) >= threshold - _COLLISIONS)
-        result = np.zeros(len(first))
-        result[likely] = _compare(documents, first[likely], second[likely], np.uint64)
-        return result
-    return _compare(documents, first, second, np.uint64)
+    result[likely] = _compare(documents, first[likely], second[likely], np.uint64)
+    return result
 
 
 def _compare(documents: TokenLists, first: Ints, second: Ints, dtype: Any) -> Floats:

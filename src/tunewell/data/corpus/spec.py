@@ -107,6 +107,7 @@ def make_spec(
     name = str(config.tokenizer or config.model)
     if Path(text.model).is_absolute() or Path(name).is_absolute():  # the folders of this machine are not named
         name = Path(text.model).name
+    tokenizer = TokenizerRecord.model_validate(text.tokenizer, from_attributes=True)
     inputs = [str(PIPELINE_VERSION), stable_json(settings), str(context_limit), text.tokenizer.sha256]
     inputs += [f"{job.file.name} {job.identity} {job.pipeline.cache_key()} {job.source_index}" for job in jobs]
     return BuildSpec(
@@ -118,15 +119,7 @@ def make_spec(
         made_by=made_by(),
         inputs_sha256=sha256_text(*inputs),
         config=settings,
-        tokenizer=TokenizerRecord(
-            source=name,
-            kind=text.tokenizer.kind,
-            sha256=text.tokenizer.sha256,
-            vocab_size=text.tokenizer.vocab_size,
-            special_tokens=text.tokenizer.special_tokens,
-            added_by_us=list(text.tokenizer.added_by_us),
-            normalizer=text.tokenizer.normalizer,
-        ),
+        tokenizer=tokenizer.model_copy(update={"source": name}),
         templates=[record.model_copy(update={"name": _portable_path(record.name, base)}) for record in text.records()],
         warnings=text.warnings,
         save_tokenizer=text.save,

@@ -174,7 +174,7 @@ class Masker:
         starts: set[int] = set()
         for index, message in enumerate(turns.conversation.messages):
             is_reply = message["role"] == "assistant" or message["role"] in self.rule.roles
-            if is_reply and turns.is_rendered(index) and (turns.only is None or index in turns.only):
+            if is_reply and index in turns.anchor_indices and (turns.only is None or index in turns.only):
                 try:
                     starts.add(turns.find_span(index)[0])
                 except Rejected:  # an unsupervised turn; those that are supervised were found before
@@ -184,9 +184,8 @@ class Masker:
     def _supervised_spans(self, turns: RenderedTurns) -> tuple[list[Span], int, int]:
         """Return the span of each supervised turn, from its first character to its end marker."""
         supervised, unsupervised = self._select_turns(turns.conversation)
-        spans = {
-            index: turns.find_span(index) for index in sorted(supervised | unsupervised) if turns.is_rendered(index)
-        }
+        selected = sorted(supervised | unsupervised)
+        spans = {index: turns.find_span(index) for index in selected if index in turns.anchor_indices}
         ordered = sorted(spans.values())
         if self.rule.learn_from != "everything":
             return ordered, len(spans), len(supervised) - len(spans)

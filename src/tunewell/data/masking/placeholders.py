@@ -20,7 +20,7 @@ PLAIN, SPACED = ("Zq", "wXv"), ("Ky", "pRg")
 _LEAD, _TRAIL = "\n\n \t\r\x0b", "\x0c\r\t \n\n"
 _TRIMMED = ("", "\n", "\n ", "\n \t", "\n \t\r", None)
 """The characters that a template can trim; None is all white space."""
-_FIRST_REDACTION, _STRUCK = 0xF0000, "\U0010fffd"
+FIRST_REDACTION, _STRUCK = 0xF0000, "\U0010fffd"
 REDACTED = re.compile("([\U000f0000-\U000ffffd])\\1*")
 _HIDDEN = re.compile("[\U000f0000-\U0010fffd]+")
 ANCHOR = re.compile(f"{PLAIN[0]}[0-9]+{PLAIN[1]}|[\U000f0000-\U000ffffd]+")
@@ -168,7 +168,7 @@ def redact(
     first_of: dict[Any, int] = {}
     for index, message in enumerate(messages):
         # Equal messages must stay equal, because some templates compare messages to find the last one.
-        letter = chr(_FIRST_REDACTION + first_of.setdefault(_frozen(message), index))
+        letter = chr(FIRST_REDACTION + first_of.setdefault(_frozen(message), index))
         copy = {
             key: value if key == "role" or key in _SLOT_FIELDS else map_leaves(value, strike, with_keys=True)
             for key, value in message.items()
@@ -195,11 +195,6 @@ def _redact_text(value: Any, letter: str) -> Any:
         return _REDACTABLE.sub(letter, text) if isinstance(text, str) else text
 
     return map_leaves(value, redacted)
-
-
-def redacted_message(letter: str) -> int:
-    """Return the index of the message that a redaction character belongs to."""
-    return ord(letter) - _FIRST_REDACTION
 
 
 def is_equal_outside_redactions(text: str, redacted: str) -> bool:
