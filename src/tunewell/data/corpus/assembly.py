@@ -167,7 +167,8 @@ class Assembly:
             self._list(ANSWERS, source=ledger.name, row=numbers[index], column=column, answers=answers)
         rows = np.asarray(numbers, dtype=np.int64)
         is_dropped = block.status > 0
-        for row, code, detail in zip(rows[is_dropped].tolist(), block.status[is_dropped], block.details, strict=True):
+        codes: list[int] = block.status[is_dropped].tolist()
+        for row, code, detail in zip(rows[is_dropped].tolist(), codes, block.details, strict=True):
             self.drop(ledger, row, block.reasons[code - 1], detail)
         rows, whole, question, turns = rows[~is_dropped], *map(_as_numbers, (block.whole, block.question, block.turns))
         supervised = block.supervised.astype(bool)

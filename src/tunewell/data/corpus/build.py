@@ -172,8 +172,16 @@ def _check_near_duplicates(assembly: Assembly, clean: Clean) -> NearDuplicateRec
         for at, (index, other, similarity) in enumerate(found):
             (source, row), (similar_source, similar_row) = assembly.place(index), assembly.place(other)
             if at < _MAX_LISTED:
-                pair = {"source": source, "row": row, "similar_source": similar_source, "similar_row": similar_row}
-                listed.append(NearPair(kind=kind, similarity=round(similarity, 4), **pair))
+                listed.append(
+                    NearPair(
+                        kind=kind,
+                        source=source,
+                        row=row,
+                        similar_source=similar_source,
+                        similar_row=similar_row,
+                        similarity=round(similarity, 4),
+                    )
+                )
             if action == "drop":
                 assembly.drop_document(index, kind, f"{similarity:.0%} similar to {similar_source} row {similar_row}")
     if listed:

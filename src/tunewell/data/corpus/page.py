@@ -62,7 +62,7 @@ class CorpusPage:
             max_sources=_MAX_SOURCES,
             pairs=self._pairs(),
             secrets=self._secrets(),
-            meaning=lambda name: entries().get(name) or entries().get(name.replace("_", " "), ""),
+            meaning=_meaning,
         )
 
     @property
@@ -209,6 +209,10 @@ class CorpusPage:
 def _keys(view: PairView) -> tuple[RowKey, RowKey]:
     pair = view.pair
     return (pair.source, pair.row), (pair.similar_source, pair.similar_row)
+
+
+def _meaning(name: str) -> str:
+    return entries().get(name) or entries().get(name.replace("_", " "), "")
 
 
 def _cut(text: str) -> str:

@@ -8,6 +8,7 @@ The result equals a corpus that was prepared from all rows at once, under these 
 - Copies that an earlier mix made count once. Pieces of long documents stay pieces.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -99,7 +100,7 @@ class PreparedPart:
             boundary=digests[:, 4].astype(np.int64),
             tokens=np.concatenate([ids for ids, _ in arrays]).astype(np.uint32),
             supervised=np.concatenate([labels for _, labels in arrays]) != -100,
-            formats={"prepared": len(places)},
+            formats=Counter(prepared=len(places)),
             answers=[(at, *answers[row]) for at, row in enumerate(rows) if row in answers],
         )
         held_out = np.asarray([split is self.corpus.held_out for split, _ in places], dtype=bool)

@@ -225,9 +225,9 @@ def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRec
     # The width of a bar is 1, 2 or 5 times a power of ten.
     widths = (step * 10**power for power in range(12) for step in (1, 2, 5))
     width = next(each for each in widths if each >= (longest - shortest) / _NUM_BARS)
-    edges = np.arange(shortest // width * width, (longest // width + 2) * width, width)
+    edges: list[int] = list(range(shortest // width * width, (longest // width + 2) * width, width))
     counts, _ = np.histogram(lengths, bins=edges)
-    bars = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
+    bars = zip(edges[:-1], edges[1:], counts.tolist(), strict=True)
     return LengthRecord(
         mean=round(float(lengths.mean()), 2),
         median=float(np.median(lengths)),

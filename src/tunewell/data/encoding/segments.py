@@ -154,11 +154,8 @@ def _byte_span(text: str, spans: list[Span]) -> tuple[int, int, int]:
     a, b = spans[0] if spans else (0, 0)
     if text.isascii():
         return a, b, len(text)
-    size = len(text.encode())
-    if a == b:
-        return 0, 0, size
-    begin = len(text[:a].encode())
-    return begin, size if b == len(text) else begin + len(text[a:b].encode()), size
+    begin, end, size = (len(text[:place].encode()) for place in (a, b, len(text)))
+    return begin, end, size
 
 
 class SegmentTable:
