@@ -22,8 +22,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, read_text, sha256_file
 from tunewell.data.corpus.tokenized_block import NumberedBlock, RowPipeline, join_tokens, render_block
-from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.conversation import Rejected, is_list, is_object
 from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, detect_format, is_url
 from tunewell.data.sources.blocks import Block, ReadOptions, read_parsed
@@ -91,18 +92,11 @@ class PackedShard:
     def blocks(self, pipeline: RowPipeline, limit: int | None) -> Iterator[NumberedBlock]:
         """Yield the conversations of the packed rows, in their order."""
         reader, number = _Unpacker(pipeline, self), 0
-        waiting: list[_Packed] = []
-        for _, row in read_parsed(self.file, ReadOptions(1 << 30, 64)):
-            for document in reader.split(row):
-                if limit is not None and number >= limit:
-                    break
-                number += 1
-                waiting.append(document)
-            if len(waiting) >= _BLOCK_DOCUMENTS:
-                yield reader.convert(waiting, number)
-                waiting = []
-        if waiting:
-            yield reader.convert(waiting, number)
+        rows = (row for _, row in read_parsed(self.file, ReadOptions(1 << 30, 64)))
+        documents = islice(chain.from_iterable(map(reader.split, rows)), limit)
+        while some := list(islice(documents, _BLOCK_DOCUMENTS)):
+            number += len(some)
+            yield reader.convert(some, number)
 
 
 @dataclass
@@ -129,7 +123,7 @@ class _Unpacker:
     def split(self, row: Any) -> Iterator[_Packed]:
         """Yield the conversations of a packed row, without padding and end tokens."""
         self.num_rows += 1
-        if not _is_packed(row):
+        if not is_object(row) or _IDS not in row:
             raise self._lies(f"row {self.num_rows} has no `{_IDS}`")
         try:
             ids = np.asarray(row[_IDS], dtype=np.int64)
@@ -289,10 +283,6 @@ def _with_line_ends(text: str) -> str:
     return text
 
 
-def _is_packed(row: object) -> bool:
-    return isinstance(row, dict) and _IDS in row
-
-
 def _same_ids(ids: npt.NDArray[Any], stored: Ints) -> bool:
     """Return True if the ids are equal, or the stored ones lack or add the white space at the end, or a BOS token."""
     short, long = sorted((ids.astype(np.int64), stored), key=len)
@@ -318,21 +308,20 @@ def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
     found = [
         SourceFile(shard, shard.name, str(kind), by) for shard in shards for kind, by in [detect_format(shard.name)]
     ]
-    packed = found
     if is_listed:
         _check_manifest(path, manifest, version, files)
-        for file in found:
-            _check_first_row(file, version)
-    elif not (packed := [file for file in found if file.format in _PACKED_FILES and _is_packed(_first_row(file))]):
-        return None
-    if is_listed and version == _ROWS:
-        return found
-    packing = cast(dict[str, Any], manifest.get("packing_metadata") or {})
-    end_id = manifest.get("eos_token_id", packing.get("eos_token_id"))
+    packed = [file for file in found if file.format in _PACKED_FILES and _has_ids(file)]
+    for file in found if is_listed else ():
+        if (file in packed) != (version == _PACKED):
+            rows = "packed rows of ids" if file in packed else "rows of text"
+            raise _wrong_manifest(file.name, f"it says {version}, but the shard has {rows}")
+    if not packed:
+        return found if is_listed else None
+    packing = manifest.get("packing_metadata")
+    end_id = manifest.get("eos_token_id", packing.get("eos_token_id") if is_object(packing) else None)
     own_id = end_id if isinstance(end_id, int) else None
-    is_assumed = version != _PACKED
     return [
-        SourceFile(PackedShard(file, own_id, is_assumed), file.name, TOKENIZED) if file in packed else file
+        SourceFile(PackedShard(file, own_id, version != _PACKED), file.name, TOKENIZED) if file in packed else file
         for file in found
     ]
 
@@ -342,8 +331,8 @@ def _manifest_of(path: Path) -> dict[str, Any]:
     for folder in (path, *path.parents[:2]):
         with suppress(OSError, ValueError):
             manifest = json.loads(read_text(folder / _MANIFEST))
-            if isinstance(manifest, dict) and "format_version" in manifest:
-                return cast(dict[str, Any], manifest)
+            if is_object(manifest) and "format_version" in manifest:
+                return manifest
     return {}
 
 
@@ -352,35 +341,28 @@ def _is_held_out(path: Path) -> bool:
     return any(part.lower() in _HELD_OUT for part in path.parts[:-1]) or path.name.lower().startswith(_HELD_OUT)
 
 
-def _first_row(file: SourceFile) -> Any:
-    return next(read_parsed(file, ReadOptions(1 << 30, 64)), (0, None))[1]
-
-
-def _check_first_row(file: SourceFile, version: str) -> None:
-    is_packed = _is_packed(_first_row(file))
-    if is_packed != (version == _PACKED):
-        rows = "packed rows of ids" if is_packed else "rows of text"
-        raise _wrong_manifest(file.name, f"it says {version}, but the shard has {rows}")
+def _has_ids(file: SourceFile) -> bool:
+    """Return True if the first row of a file is a packed row."""
+    row = next(read_parsed(file, ReadOptions(1 << 30, 64)), (0, None))[1]
+    return is_object(row) and _IDS in row
 
 
 def _check_manifest(path: str, manifest: dict[str, Any], version: str, files: Sequence[LocalFile]) -> None:
     """Compare the shards that the manifest lists with the files: presence, size, hash."""
-    packing = manifest.get("packing_metadata")
-    if isinstance(packing, dict) and bool(cast(dict[str, Any], packing).get("enabled")) != (version == _PACKED):
+    packing, listed = manifest.get("packing_metadata"), manifest.get("shards")
+    if is_object(packing) and bool(packing.get("enabled")) != (version == _PACKED):
         raise _wrong_manifest(path, f"it says {version}, but `packing_metadata.enabled` says otherwise")
-    listed = manifest.get("shards")
-    names = {file.path.name for file in files}
-    for entry in cast(list[Any], listed) if isinstance(listed, list) else []:
-        record = cast(dict[str, Any], entry) if isinstance(entry, dict) else {"file": entry}
+    shards = {file.path.name: file.path for file in files}
+    for entry in listed if is_list(listed) else []:
+        record = entry if is_object(entry) else {"file": entry}
         name = str(next((record[key] for key in ("file", "filename", "path", "name") if key in record), ""))
-        if Path(name).name not in names:
+        shard = shards.get(Path(name).name)
+        if shard is None:
             raise _wrong_manifest(path, f"it lists `{name}`, which is missing")
-        shard = next(file.path for file in files if file.path.name == Path(name).name)
-        expected = next(
-            (record[key] for key in ("num_examples", "num_sequences", "count", "rows") if key in record), None
-        )
         if "sha256" in record and record["sha256"] != sha256_file(shard):
             raise _wrong_manifest(path, f"`{name}` has another hash than it lists")
+        counts = ("num_examples", "num_sequences", "count", "rows")
+        expected = next((record[key] for key in counts if key in record), None)
         if expected is not None and not shard.name.endswith((".gz", ".zst")):
             with open_file(shard) as stream:
                 num_rows = sum(1 for line in stream if line.strip())
