@@ -104,6 +104,16 @@ class Documents:
         return len(self.lengths)
 
     @property
+    def is_trained(self) -> Bools:
+        """Whether each document is trained on."""
+        return ~self.is_held_out & ~self.is_dropped
+
+    @property
+    def is_tested(self) -> Bools:
+        """Whether each document is held out and used."""
+        return self.is_held_out & ~self.is_dropped
+
+    @property
     def order_key(self) -> Hashes:
         """The sort key for sampling: a hash of the content, so that the result does not depend on the order of rows."""
         return self.whole[:, 0]
@@ -256,16 +266,17 @@ class Assembly:
             candidates = np.flatnonzero(~documents.is_dropped)
             for index in candidates[find_repeats(documents.whole[candidates])].tolist():
                 self.drop_document(index, "exact_duplicate")
-        is_used = ~documents.is_dropped
-        questions = np.unique(asked[is_used])
+        questions = np.unique(asked[~documents.is_dropped])
         self.num_questions = len(questions)
         if self._is_auto:
             chosen = choose_auto(questions, self.known_questions)
             self.known_questions = np.union1d(self.known_questions, chosen)
             self._hold_out(chosen)
         elif self._held_out_share and not self._has_held_out_file:
-            num_rows = int((documents.is_held_out & is_used).sum())
-            if not _MIN_HELD_OUT <= num_rows <= int(is_used.sum()) // 2:  # chance may choose none or all of a few rows
+            num_rows = int(documents.is_tested.sum())
+            if (
+                not _MIN_HELD_OUT <= num_rows <= int((~documents.is_dropped).sum()) // 2
+            ):  # chance may choose none or all of a few rows
                 self._hold_out(choose_share(questions, self._held_out_share))
         if drops_answers:
             self._drop_held_out_turns()
@@ -274,12 +285,11 @@ class Assembly:
     def _drop_held_out_turns(self) -> None:
         """Drop training documents in which a turn is a held-out question. Phrases that are in many rows are counted."""
         documents = self.documents
-        is_used = ~documents.is_dropped
-        held_out = documents.question[:, 0][documents.is_held_out & is_used]
-        is_asked = np.isin(documents.turn, held_out) & (is_used & ~documents.is_held_out)[documents.turn_of]
+        held_out = documents.question[:, 0][documents.is_tested]
+        is_asked = np.isin(documents.turn, held_out) & documents.is_trained[documents.turn_of]
         turn, turn_of = documents.turn[is_asked], documents.turn_of[is_asked]
         asked, num_rows = np.unique(turn, return_counts=True)
-        num_used = int(is_used.sum())
+        num_used = int((~documents.is_dropped).sum())
         limit = min(max(_PHRASE_ROWS, _PHRASE_SHARE * num_used), _MOST * num_used)
         dropped = np.unique(turn_of[~np.isin(turn, asked[num_rows > limit])])
         for index in dropped.tolist():

@@ -144,9 +144,8 @@ def _check_near_duplicates(assembly: Assembly, clean: Clean) -> NearDuplicateRec
     if clean.near_held_out == clean.near_duplicate == "keep":
         return None
     documents = assembly.documents
-    used = ~documents.is_dropped
-    held_out = np.flatnonzero(used & documents.is_held_out)
-    order = np.concatenate([held_out, np.flatnonzero(used & ~documents.is_held_out)])
+    held_out = np.flatnonzero(documents.is_tested)
+    order = np.concatenate([held_out, np.flatnonzero(documents.is_trained)])
     search = NearDuplicateSearch(
         _without_shared_prefix(documents, order), clean.near_duplicate_threshold, assembly.folder
     )

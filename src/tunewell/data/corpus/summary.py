@@ -56,8 +56,7 @@ def make_manifest(
     if not is_complete or not all(source.is_balanced() for source in sources):
         raise RuntimeError("the ledger is not balanced: rows in and rows out differ")
     documents = assembly.documents
-    is_trained = ~documents.is_held_out & ~documents.is_dropped
-    boundary = np.where(is_trained, documents.boundary, 0) * (mix.copies if mix else 1)
+    boundary = np.where(documents.is_trained, documents.boundary, 0) * (mix.copies if mix else 1)
     return Manifest(
         made_by=spec.made_by,
         inputs_sha256=spec.inputs_sha256,
@@ -93,7 +92,7 @@ def make_manifest(
             efficiency=packing.efficiency,
             documents_per_sequence=len(units) / packing.num_sequences,
         ),
-        lengths=_lengths(documents.lengths[is_trained], context.value),
+        lengths=_lengths(documents.lengths[documents.is_trained], context.value),
         sources=[source.record() for source in sources],
         remarks=[
             *spec.remarks,

@@ -264,8 +264,8 @@ class CorpusWriter:
         mix = self._mix()
         self._require_held_out_rows()
         units = {
-            "train": self._units(~documents.is_held_out, context, mix),
-            "held_out": self._units(documents.is_held_out, context, None),
+            "train": self._units(documents.is_trained, context, mix),
+            "held_out": self._units(documents.is_tested, context, None),
         }
         self.space.tokens = sum(int(some.length.sum(dtype=np.int64)) for some in units.values())
         require_disk_space(self._corpus, self.space.shard_bytes())
@@ -311,7 +311,8 @@ class CorpusWriter:
 
     def _longest(self) -> int:
         """Return the length of the longest document that is kept by the length policy."""
-        lengths, limit = self.assembly.documents.lengths[~self.assembly.documents.is_dropped], self.spec.context_limit
+        documents, limit = self.assembly.documents, self.spec.context_limit
+        lengths = documents.lengths[~documents.is_dropped]
         if self.spec.packing.long_documents == "drop" and limit is not None and (lengths <= limit).any():
             lengths = lengths[lengths <= limit]
         return int(lengths.max())
@@ -331,22 +332,20 @@ class CorpusWriter:
             )
 
     def _units(self, is_member: Bools, context: Chosen[int], mix: Mix | None) -> Units:
-        units = whole_units(
-            np.flatnonzero(is_member & ~self.assembly.documents.is_dropped), self.assembly.documents.lengths
-        )
-        units = split_long(units, context.value)
+        documents = self.assembly.documents
+        units = split_long(whole_units(np.flatnonzero(is_member), documents.lengths), context.value)
         if units.num_pieces:
-            units = without_unsupervised(units, self.assembly.documents)
+            units = without_unsupervised(units, documents)
         return repeat(units, mix.copies[units.document]) if mix else units
 
     def _require_training_data(self) -> None:
         documents = self.assembly.documents
-        if not (documents.is_held_out | documents.is_dropped).all():
+        if documents.is_trained.any():
             return
         num_rows = sum(source.rows for source in self.assembly.sources)
         dropped = total_dropped(self.assembly).most_common()
         reasons = [f"{number:,} {reason}" for reason, number in dropped]
-        if held_out := int((documents.is_held_out & ~documents.is_dropped).sum()):
+        if held_out := int(documents.is_tested.sum()):
             reasons.append(f"{held_out:,} held out")
         self.assembly.close()
         with (self.assembly.folder / DROPPED).open(encoding="utf-8") as lines:
@@ -388,9 +387,10 @@ class CorpusWriter:
             return None
         groups = [job.source_index if job.source_index in spec.shares else NO_SHARE for job in spec.jobs]
         group = np.asarray(groups, dtype=np.int32)[documents.source]
-        is_open = ~documents.is_held_out & ~documents.is_dropped
-        open_group = np.where(is_open, group, -1).astype(np.int32)
-        mix = mix_sources(open_group, documents.order_key, spec.shares, spec.data.max_repeats)
+        is_open = documents.is_trained
+        mix = mix_sources(
+            np.where(is_open, group, np.int32(-1)), documents.order_key, spec.shares, spec.data.max_repeats
+        )
         for index in np.flatnonzero(is_open & (mix.copies == 0)).tolist():
             self.assembly.drop_document(index, "not_sampled")
         return mix
