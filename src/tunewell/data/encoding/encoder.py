@@ -222,15 +222,11 @@ class Encoder:
 
     def _ids_of(self, texts: list[str], position: Position) -> list[list[int]]:
         """Return the ids of texts, from the word table if it is faster than the threads of the tokenizer."""
-        known: list[list[int] | None] = [None] * len(texts)
-        if self._word_table is not None:
-            known = self._word_table.encode(texts)
+        known = self._word_table.encode(texts) if self._word_table is not None else [None] * len(texts)
         others = [text for text, ids in zip(texts, known, strict=True) if ids is None]
         encodings = self._backends[position].encode_batch_fast(others, add_special_tokens=False) if others else []
-        if len(encodings) != len(others):
-            raise ValueError(f"the tokenizer returned {len(encodings)} of {len(others)} texts")
-        encoded = iter(encodings)
-        return [next(encoded).ids if ids is None else ids for ids in known]
+        encoded = {text: encoding.ids for text, encoding in zip(others, encodings, strict=True)}
+        return [encoded[text] if ids is None else ids for text, ids in zip(texts, known, strict=True)]
 
     def _is_by_bytes(self, text: TextToEncode) -> bool:
         """Return True if byte lengths determine the position of each token in this text."""

@@ -163,8 +163,7 @@ class SegmentTable:
 
     def __init__(self, batch: SegmentBatch) -> None:
         self.lengths = np.fromiter(map(len, batch.ids), dtype=np.int64, count=len(batch.ids))
-        self.bounds = np.zeros(len(batch.ids) + 1, dtype=np.int64)
-        np.cumsum(self.lengths, out=self.bounds[1:])
+        self.bounds = np.append(0, np.cumsum(self.lengths))
         self.tokens = np.fromiter(chain.from_iterable(batch.ids), dtype=np.uint32, count=int(self.bounds[-1]))
         edges = np.fromiter(chain.from_iterable(batch.edges), dtype=np.int64, count=3 * len(batch.edges))
         self._a, self._b, self._size = edges[0::3], edges[1::3], edges[2::3]
@@ -172,8 +171,7 @@ class SegmentTable:
     def mask(self, byte_lengths: Ints | None) -> tuple[Bools, Bools, list[int]]:
         """Return masks of supervised tokens and of tokens that cross an edge, and the texts with uncertain masks."""
         sizes = np.ones(len(self.tokens), dtype=np.int64) if byte_lengths is None else byte_lengths[self.tokens]
-        ends = np.zeros(len(self.tokens) + 1, dtype=np.int64)
-        np.cumsum(sizes, out=ends[1:])
+        ends = np.append(0, np.cumsum(sizes))
         base = ends[self.bounds[:-1]]
         a, b = np.repeat(base + self._a, self.lengths), np.repeat(base + self._b, self.lengths)
         start, end = ends[:-1], ends[1:]
