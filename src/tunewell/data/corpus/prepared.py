@@ -90,7 +90,9 @@ class PreparedPart:
     def _block(self, places: list[tuple[Split, int]], answers: dict[int, tuple[str, list[str]]]) -> NumberedBlock:
         arrays = [split.arrays(index) for split, index in places]
         rows = [int(split.index["row"][index]) for split, index in places]
-        digests = np.stack([_digests(split, index) for split, index in places])
+        digests = np.stack([split.digests[index] for split, index in places]).astype(np.uint64)
+        pieces = np.asarray([split.index["piece_start"][index] for split, index in places], dtype=np.uint64)
+        digests[:, 0] ^= pieces * np.uint64(_PIECE)
         status = np.zeros(len(places), dtype=np.uint8)
         block = TokenizedBlock(
             status=status,
@@ -105,13 +107,6 @@ class PreparedPart:
         )
         held_out = np.asarray([split is self.corpus.held_out for split, _ in places], dtype=bool)
         return NumberedBlock(rows, block, held_out)
-
-
-def _digests(split: Split, index: int) -> Hashes:
-    """Return the stored digests of a document, distinct for each piece."""
-    found = np.array(split.digests[index], dtype=np.uint64)
-    found[0] ^= np.uint64(int(split.index["piece_start"][index]) * _PIECE % 2**64)
-    return found
 
 
 def _as_bytes(digests: Hashes) -> Bytes:
