@@ -103,7 +103,11 @@ def make_spec(
     """Find the files of a config, hash the local ones, and collect all settings, without parsing rows."""
     config, base = loaded.config, loaded.base
     jobs = _make_jobs(loaded, text, progress)
-    settings = _portable(config.model_dump(mode="json", include={"data", "template", "packing", "seed"}), base)
+    settings = config.model_dump(mode="json", include={"data", "template", "packing", "seed"})
+    paths = [(settings["data"], "held_out"), (settings["template"], "name")]
+    paths += [(source, key) for source in settings["data"]["sources"] for key in ("path", "map", "template")]
+    for section, key in paths:  # independent of the machine, so that equal rows give byte-identical output
+        section[key] = _portable_path(section[key], base)
     name = str(config.tokenizer or config.model)
     if Path(text.model).is_absolute() or Path(name).is_absolute():  # the folders of this machine are not named
         name = Path(text.model).name
@@ -252,19 +256,6 @@ def _shares(loaded: LoadedConfig) -> dict[int, float]:
     if shares and len(shares) < len(sources):
         shares[NO_SHARE] = 1 - sum(shares.values())
     return shares
-
-
-def _portable(settings: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make absolute paths independent of the machine, so that equal rows give byte-identical output."""
-    data, template = settings["data"], settings["template"]
-    sources = [
-        source | {key: _portable_path(source[key], base) for key in ("path", "map", "template")}
-        for source in data["sources"]
-    ]
-    return settings | {
-        "data": data | {"sources": sources, "held_out": _portable_path(data["held_out"], base)},
-        "template": template | {"name": _portable_path(template["name"], base)},
-    }
 
 
 def _portable_path(value: Any, base: Path) -> Any:

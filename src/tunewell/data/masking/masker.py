@@ -92,30 +92,21 @@ class Masker:
             text = self.template.render(conversation.messages, conversation.tools)
         except TemplateFailed as failure:
             raise Rejected("not_a_conversation", f"the template rejects the conversation: {failure}") from failure
-        texts, shape = placeholders.extract_texts(conversation)
-        plan = self._cached_plan(shape, conversation, frozenset())
-        if isinstance(plan, Plan) and plan.fill(texts) == text:
-            return plan, texts
-        return self._plan_rewritten(conversation, text, plan)
-
-    def _plan_rewritten(self, conversation: Conversation, text: str, plan: Plan | Rejected) -> tuple[Plan, list[str]]:
-        """Plan a row that the template rewrites by moving thinking out of replies or changing the context."""
-        versions = placeholders.with_separate_thinking(conversation)
-        for version, inline_thinking in versions:
-            texts, shape = placeholders.extract_texts(version)
-            candidate = self._cached_plan((shape, inline_thinking), version, inline_thinking)
-            if isinstance(candidate, Plan) and candidate.fill(texts) == text:
-                return candidate, texts
-        versions.insert(0, (conversation, frozenset()))
-        for version, inline_thinking in versions:
-            # Only supervised turns must match a plan exactly. Other turns are used as they are rendered in this row.
-            supervised, unsupervised = self._select_turns(version)
-            only = frozenset(supervised | unsupervised)
-            candidate = self._try_plan(version, inline_thinking, only)
-            texts = [part for index in sorted(only) for part in placeholders.texts_of(version.messages[index])]
-            if isinstance(candidate, Plan) and candidate.fill(texts) == text:
-                return candidate, texts
-        detail = plan.detail if isinstance(plan, Rejected) else "the template changes the text of this row"
+        plans: list[Plan | Rejected] = []
+        for is_whole in (True, False):
+            for version, inline_thinking in placeholders.versions(conversation):
+                if is_whole:
+                    texts, shape = placeholders.extract_texts(version)
+                    plan = self._cached_plan((shape, inline_thinking), version, inline_thinking)
+                else:
+                    # Only supervised turns must match a plan exactly. Other turns are used as they are in this row.
+                    only = frozenset[int]().union(*self._select_turns(version))
+                    texts = [part for index in sorted(only) for part in placeholders.texts_of(version.messages[index])]
+                    plan = self._try_plan(version, inline_thinking, only)
+                if isinstance(plan, Plan) and plan.fill(texts) == text:
+                    return plan, texts
+                plans.append(plan)
+        detail = plans[0].detail if isinstance(plans[0], Rejected) else "the template changes the text of this row"
         raise Rejected("mask_uncertain", detail)
 
     def _cached_plan(self, key: Any, conversation: Conversation, inline_thinking: frozenset[int]) -> Plan | Rejected:

@@ -6,6 +6,7 @@ redacted      a private-use character for each character of a tool call, to find
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,18 +210,20 @@ def is_equal_outside_redactions(text: str, redacted: str) -> bool:
     return text[at:] == redacted[at:]
 
 
-def with_separate_thinking(conversation: Conversation) -> list[tuple[Conversation, frozenset[int]]]:
-    """Return versions with `<think>...</think>` moved to its own field, stripped or not, and the changed messages."""
+def versions(conversation: Conversation) -> Iterator[tuple[Conversation, frozenset[int]]]:
+    """Yield a conversation, and versions with `<think>...</think>` moved to its own field, stripped or not.
+
+    Each comes with the indices of the messages that were changed.
+    """
+    yield conversation, frozenset()
     found = {
         index: message["content"].rpartition("</think>")
         for index, message in enumerate(conversation.messages)
         if message["role"] == "assistant" and "</think>" in message["content"] and REASONING.isdisjoint(message)
     }
-    versions: list[tuple[Conversation, frozenset[int]]] = []
     for characters in ("\n", "") if found else ():
         messages = list(conversation.messages)
         for index, (before, _, rest) in found.items():
             thinking = before.rpartition("<think>")[2].strip(characters)
             messages[index] = {**messages[index], "content": rest.lstrip(characters), "reasoning_content": thinking}
-        versions.append((Conversation(messages, conversation.tools, None, conversation.learn), frozenset(found)))
-    return versions
+        yield Conversation(messages, conversation.tools, None, conversation.learn), frozenset(found)
