@@ -145,16 +145,11 @@ class CorpusPage:
 
     def _drop_reasons(self) -> list[tuple[str, int, list[Example]]]:
         """Return the reasons, the most frequent first, with the first rows of each as examples."""
-        counts, chosen = self.manifest.dropped, {reason: list[DroppedRow]() for reason in self.manifest.dropped}
-        left = sum(min(number, _MAX_EXAMPLES) for number in counts.values())
-        rows = self._views.corpus.dropped_rows()
-        while left and (row := next(rows, None)) is not None:
-            if len(chosen.setdefault(row.reason, [])) < _MAX_EXAMPLES:
-                chosen[row.reason].append(row)
-                left -= 1
-        texts = self._rows.read((row.source, row.row) for examples in chosen.values() for row in examples)
-        ordered = sorted(counts, key=lambda reason: (-counts[reason], reason))
-        return [(reason, counts[reason], [self._example(row, texts) for row in chosen[reason]]) for reason in ordered]
+        counts, chosen = self.manifest.dropped, self._views.dropped(_MAX_EXAMPLES)
+        texts = self._rows.read((row.source, row.row) for rows in chosen.values() for row in rows)
+        return [
+            (reason, counts[reason], [self._example(row, texts) for row in rows]) for reason, rows in chosen.items()
+        ]
 
     def _example(self, row: DroppedRow, texts: dict[RowKey, str]) -> Example:
         text = texts.get((row.source, row.row))
