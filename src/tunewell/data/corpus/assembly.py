@@ -141,6 +141,8 @@ class Assembly:
         self._open = ExitStack()
         self._files = {name: self._open.enter_context((folder / f"{name}.bin").open("wb")) for name in _COLUMNS}
         dropped = (folder / DROPPED).open("w", encoding="utf-8", errors="backslashreplace")
+        self.first_dropped: dict[str, Any] = {}
+        """The first line of `dropped.jsonl`."""
         self._lists: dict[str, TextIO] = {DROPPED: self._open.enter_context(dropped)}
 
     def begin_source(self, name: str, sha256: str, num_bytes: int, *, version: str = "") -> None:
@@ -172,9 +174,10 @@ class Assembly:
             self.num_secret_rows += 1
             self.secrets.update(kinds)
             if self.num_secret_rows <= _MAX_SECRET_ROWS:
-                self._list(SECRETS, source=ledger.name, row=numbers[index], kinds=kinds)
+                self._list(SECRETS, {"source": ledger.name, "row": numbers[index], "kinds": kinds})
         for index, column, answers in block.answers:
-            self._list(ANSWERS, source=ledger.name, row=numbers[index], column=column, answers=answers)
+            line = {"source": ledger.name, "row": numbers[index], "column": column, "answers": answers}
+            self._list(ANSWERS, line)
         rows = np.asarray(numbers, dtype=np.int64)
         is_dropped = block.status > 0
         codes: list[int] = block.status[is_dropped].tolist()
@@ -217,7 +220,7 @@ class Assembly:
         self.num_tokens += int(lengths.sum())
         self._num_documents += len(lengths)
 
-    def _list(self, name: str, **line: Any) -> None:
+    def _list(self, name: str, line: dict[str, Any]) -> None:
         """Write a line to a list of rows, which is created with its first line."""
         if name not in self._lists:
             file = (self.folder / "corpus" / name).open("w", encoding="utf-8", errors="backslashreplace")
@@ -228,7 +231,9 @@ class Assembly:
         """Count a dropped row and write it to `dropped.jsonl`."""
         ledger.dropped[reason] += 1
         ledger.examples.setdefault(reason, (row, detail))
-        self._list(DROPPED, source=ledger.name, row=row, reason=reason, **({"detail": detail} if detail else {}))
+        line = {"source": ledger.name, "row": row, "reason": reason} | ({"detail": detail} if detail else {})
+        self.first_dropped = self.first_dropped or line
+        self._list(DROPPED, line)
 
     def drop_document(self, index: int, reason: str, detail: str = "") -> None:
         """Drop a document that has already been counted."""

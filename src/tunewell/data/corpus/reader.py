@@ -134,23 +134,17 @@ class Split:
         `labels`. Every trainer can use such rows, for example `transformers.Trainer` with `default_data_collator`.
         """
         datasets = import_optional("datasets", extra="datasets", purpose="opening a corpus as a dataset")
+        kinds, length = dict.fromkeys(COLUMNS, "int32"), -1
         if padded:
-            return self._padded(datasets)
-        if self._record is None:
-            numbers = datasets.List(datasets.Value("int32"))
-            features = datasets.Features(dict.fromkeys(COLUMNS, numbers))
-            return datasets.Dataset.from_dict({name: [] for name in COLUMNS}, features=features)
-        self._check()
-        return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
-
-    def _padded(self, datasets: Any) -> Any:
-        length = int(self.index["length"].max()) if len(self) else 0
-        numbers = {name: datasets.Value(kind) for name, kind in _PADDED_COLUMNS.items()}
-        features = datasets.Features({name: datasets.List(value, length=length) for name, value in numbers.items()})
-        if not len(self):
-            return datasets.Dataset.from_dict({name: [] for name in _PADDED_COLUMNS}, features=features)
+            kinds, length = _PADDED_COLUMNS, int(self.index["length"].max()) if len(self) else 0
+        lists = {name: datasets.List(datasets.Value(kind), length=length) for name, kind in kinds.items()}
+        features = datasets.Features(lists)
+        if self._record is None or not len(self):
+            return datasets.Dataset.from_dict({name: [] for name in kinds}, features=features)
+        if not padded:
+            self._check()
+            return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
         # `datasets` writes the rows to its cache on disk, under a hash of these arguments, and memory-maps them.
-        assert self._record is not None
         version = sha256_text(*(shard.sha256 for shard in self._record.shards))
         arguments = {"folder": str(self.folder.absolute()), "length": length, "version": version}
         return datasets.Dataset.from_generator(_padded_rows, gen_kwargs=arguments, features=features)

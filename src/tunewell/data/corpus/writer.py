@@ -347,12 +347,8 @@ class CorpusWriter:
         reasons = [f"{number:,} {reason}" for reason, number in dropped]
         if held_out := int(documents.is_tested.sum()):
             reasons.append(f"{held_out:,} held out")
-        self.assembly.close()
-        with (self.assembly.folder / DROPPED).open(encoding="utf-8") as lines:
-            line = lines.readline()
         where = ", ".join(reasons) or "no row was read"
-        first: dict[str, str] = json.loads(line) if line else {}
-        if first:
+        if first := self.assembly.first_dropped:
             where += f"; first: {first['source']} row {first['row']}: {first.get('detail') or first['reason']}"
         raise UserError(
             f"no training data: 0 of {count(num_rows, 'row')} can be used",
