@@ -246,6 +246,11 @@ class Assembly:
         documents.is_dropped[index] = True
         self.drop(ledger, int(documents.row[index]), reason, detail)
 
+    @property
+    def dropped(self) -> Counter[str]:
+        """The number of dropped rows of all sources by reason."""
+        return sum((source.dropped for source in self.sources), Counter[str]())
+
     def place(self, index: int) -> tuple[str, int]:
         """Return the source and the row of a document."""
         return self.sources[int(self.documents.source[index])].name, int(self.documents.row[index])

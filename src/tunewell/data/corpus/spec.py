@@ -111,6 +111,9 @@ def make_spec(
     name = str(config.tokenizer or config.model)
     if Path(text.model).is_absolute() or Path(name).is_absolute():  # the folders of this machine are not named
         name = Path(text.model).name
+    shares = {index: source.share for index, source in enumerate(config.data.sources) if source.share is not None}
+    if shares and len(shares) < len(config.data.sources):
+        shares[NO_SHARE] = 1 - sum(shares.values())
     tokenizer = TokenizerRecord.model_validate(text.tokenizer, from_attributes=True)
     inputs = [str(PIPELINE_VERSION), stable_json(settings), str(context_limit), text.tokenizer.sha256]
     inputs += [f"{job.file.name} {job.identity} {job.pipeline.cache_key()} {job.source_index}" for job in jobs]
@@ -119,7 +122,7 @@ def make_spec(
         data=config.data,
         packing=config.packing,
         context_limit=context_limit,
-        shares=_shares(loaded),
+        shares=shares,
         made_by=made_by(),
         inputs_sha256=sha256_text(*inputs),
         config=settings,
@@ -247,15 +250,6 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
         row_function=load_row_function(source.map, batch=source.map_batch, base=loaded.base) if source.map else None,
         settings=settings,
     )
-
-
-def _shares(loaded: LoadedConfig) -> dict[int, float]:
-    """Return the share of each source by index. `NO_SHARE` has the rest, for all sources without a share."""
-    sources = loaded.config.data.sources
-    shares = {index: source.share for index, source in enumerate(sources) if source.share is not None}
-    if shares and len(shares) < len(sources):
-        shares[NO_SHARE] = 1 - sum(shares.values())
-    return shares
 
 
 def _portable_path(value: Any, base: Path) -> Any:

@@ -68,7 +68,7 @@ def make_manifest(
         questions=assembly.num_questions,
         pieces=pieces,
         repeats=units.num_repeats,
-        dropped=dict(sorted(total_dropped(assembly).items())),
+        dropped=dict(sorted(assembly.dropped.items())),
         notes=dict(sorted(assembly.notes.items())),
         near_duplicates=near_duplicates,
         secrets=SecretRecord(
@@ -212,11 +212,6 @@ def _column_remarks(source: SourceLedger) -> Iterator[str]:
     ]
     if columns:
         yield f"`{source.name}`: unused columns: {listed(columns, _NUM_COLUMNS)}"
-
-
-def total_dropped(assembly: Assembly) -> Counter[str]:
-    """Return the number of dropped rows of all sources by reason."""
-    return sum((source.dropped for source in assembly.sources), Counter[str]())
 
 
 def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRecord:

@@ -266,12 +266,10 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
     if lost and len(data.translate(None, lost)) != len(data):
         rendered.notes["characters_not_written"] += 1
     rendered.formats[format_name] += 1
-    if conversation.unused:
-        rendered.unused.update(conversation.unused)
+    rendered.unused.update(conversation.unused)
     if conversation.answers:
         rendered.answers.append((len(rendered.failures), conversation.answers_column, list(conversation.answers)))
-    if conversation.notes:
-        rendered.notes.update(conversation.notes)
+    rendered.notes.update(conversation.notes)
     rendered.layouts.append(layout)
     rendered.digests.append(digests)
 
@@ -279,9 +277,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
 def _parse_rendered(conversation: Conversation, format_name: str, pipeline: RowPipeline) -> tuple[Conversation, str]:
     """Return the conversation of a text that a chat template has rendered, or the plain text."""
     assert conversation.text is not None
-    found = None
-    if not pipeline.converter.keeps_text:
-        found = pipeline.parser.parse(conversation.text, pipeline.source)
+    keeps_text = pipeline.converter.keeps_text
+    found = None if keeps_text else pipeline.parser.parse(conversation.text, pipeline.source)
     if found is None:
         rule = pipeline.masker.rule.learn_from if pipeline.masker else "responses"
         if rule == "last_response" or pipeline.settings.get("source", {}).get("learn_from") == "responses":

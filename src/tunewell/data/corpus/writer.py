@@ -52,7 +52,6 @@ from tunewell.data.corpus.summary import (
     make_manifest,
     suggest_fix,
     suggest_rows,
-    total_dropped,
 )
 from tunewell.data.sources.arrow import Lists, write_columns, write_lists
 from tunewell.records.base import FileRecord
@@ -343,8 +342,7 @@ class CorpusWriter:
         if documents.is_trained.any():
             return
         num_rows = sum(source.rows for source in self.assembly.sources)
-        dropped = total_dropped(self.assembly).most_common()
-        reasons = [f"{number:,} {reason}" for reason, number in dropped]
+        reasons = [f"{number:,} {reason}" for reason, number in self.assembly.dropped.most_common()]
         if held_out := int(documents.is_tested.sum()):
             reasons.append(f"{held_out:,} held out")
         where = ", ".join(reasons) or "no row was read"
