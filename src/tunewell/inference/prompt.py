@@ -62,8 +62,7 @@ def _template_markers(
     template: ChatTemplate, marker: re.Pattern[str], conversation: Conversation, text: str
 ) -> list[Span]:
     """Return the spans of the markers that the template itself wrote."""
-    versions = [conversation, *(version for version, _ in placeholders.with_separate_thinking(conversation))]
-    for version in versions:
+    for version, _ in placeholders.versions(conversation):
         redacted = placeholders.redact(version.messages, version.tools, marker, frozenset())
         try:
             redacted_text = template.render(*redacted, add_generation_prompt=True)
