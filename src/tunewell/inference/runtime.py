@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +19,13 @@ from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
 from tunewell.inference.generate import generate
-from tunewell.inference.stream import Ended, TokenStream, stream_tokens
+from tunewell.inference.stream import Tokens, TokenStream, stream_tokens
 from tunewell.machine.device import measure_threads, torch_threads
 from tunewell.machine.out_of_memory import free_memory, is_out_of_memory
-from tunewell.models.attention import fastest_attention, stock_attention
+from tunewell.models.attention import fastest_attention
 from tunewell.models.loss import HeadShape
 from tunewell.models.packed_forward import PackedModel
-from tunewell.models.support import head_shape, quiet
+from tunewell.models.support import head_shape, stock_mode
 
 _THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
 BATCH_TOKENS_MEASURED = 256
@@ -171,19 +172,15 @@ class TorchRuntime:
     def close(self) -> None:
         """Do nothing, because torch frees the weights with the last reference to the model."""
 
-    def _with_threads(self, stream: TokenStream) -> Iterator[int | Ended]:
+    def _with_threads(self, stream: TokenStream) -> Tokens:
         """Yield the tokens of a stream, with the number of threads set only while a token is computed."""
-        try:
+        with closing(stream):
             while True:
                 with torch_threads(self.num_threads):
                     token = next(stream, None)
                 if token is None:
-                    assert stream.ended is not None
-                    yield stream.ended
-                    return
+                    return stream.ended
                 yield token
-        finally:
-            stream.close()
 
     def _head_shape(self, prompt: list[int]) -> HeadShape:
         try:
@@ -247,7 +244,7 @@ def last_logits(
     earlier ones only, so padding on the right does not change them.
     """
     logits: dict[int, npt.NDArray[np.float32]] = {}
-    with quiet(), stock_attention(model):
+    with stock_mode(model):
         for group in _similar_lengths([len(prompt) for prompt in prompts]):
             progress(Progress("logits", len(logits), len(prompts), "texts"))
             lengths = [len(prompts[index]) for index in group]

@@ -20,6 +20,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
 from tunewell.machine.facts import num_cores
 from tunewell.model_files.gguf import TensorEntry, read_header, read_tensor_table
+from tunewell.models.attention import head_size
 from tunewell.models.external import split_rotary_pairs
 from tunewell.models.support import quiet
 
@@ -226,7 +227,7 @@ def _matches(config: PreTrainedConfig, name: str, value: Any) -> bool:
     found = getattr(config, name, None)
     if name == "head_dim":
         rope = getattr(config, "rope_parameters", None) or {}
-        whole = found or config.hidden_size // config.num_attention_heads
+        whole = head_size(config)
         return value in (whole, int(whole * rope.get("partial_rotary_factor", 1.0)))
     if name == "sliding_window" and found is None:
         # A window as long as the context has no effect.
@@ -242,7 +243,7 @@ def _apply_rope_table(path: Path, config: PreTrainedConfig) -> None:
     """
     table = read_tensor(path, ROPE_TABLE)
     base = config.rope_parameters["rope_theta"]
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     config.rope_parameters = {
         "rope_type": "llama3",
         "rope_theta": base,

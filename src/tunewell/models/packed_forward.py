@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.data.batches import FixedShape, MicroBatch, cumulative_lengths, pad_to_shape, share_prefix
-from tunewell.models.attention import FLASH, can_use_triton, runs_of
+from tunewell.models.attention import FLASH, can_use_triton, forward_inputs
 from tunewell.models.cpu_attention import MAX_LENGTH
 from tunewell.models.loss import COMPILED_ROWS, HeadShape, LossAndGrad, chunk_rows, supervised_loss
 
@@ -82,7 +82,7 @@ class PackedModel:
             if self.uses_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
         shared = share_prefix(batch, longest=MAX_LENGTH) if self._is_sharing else None
-        layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
+        ids, positions, layout = forward_inputs(batch, shared)
         if self.is_flash:
             bounds = cumulative_lengths(batch, num_documents)
             layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
@@ -91,13 +91,6 @@ class PackedModel:
                 layout["packed_spans"] = tuple(
                     self._tensor(np.repeat(ends, lengths)) for ends in (bounds[:-1], bounds[1:])
                 )
-        elif shared is not None:
-            # The prefix is a separate run, even if the next document has the same length.
-            runs = ((1, shared.size), *runs_of(shared.lengths[1:]))
-            layout = {"packed_runs": runs, "packed_prefix": shared.size}
-        ids, positions = batch.input_ids, batch.position_ids
-        if shared is not None:
-            ids, positions = ids[shared.computed], positions[shared.computed]
         if self.model.training:
             self.num_computed += len(ids)
         with self.autocast(), stance:

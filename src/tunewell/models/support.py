@@ -57,6 +57,25 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Use eval mode inside a `with` block, without transformers' warnings."""
+    was_training = model.training
+    model.eval()
+    try:
+        with quiet():
+            yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def stock_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Use eval mode and transformers' own attention inside a `with` block, without its warnings."""
+    with eval_mode(model), stock_attention(model):
+        yield
+
+
 def require_supported(config: PreTrainedConfig, *, longest_document: int, attention: str = "") -> list[str]:
     """Return notes about a model. Raise UserError with the reason if it cannot be trained on packed documents."""
     if getattr(config, "quantization_config", None) is not None:
@@ -189,15 +208,10 @@ def _scale(config: PreTrainedConfig) -> float:
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, head: nn.Module, weight: Tensor, shape: HeadShape) -> None:
     ids = torch.linspace(0, len(weight) - 1, _PROBE_TOKENS, device=weight.device).long()[None]
-    was_training = model.training
-    model.eval()
-    try:
-        with stock_attention(model):
-            expected = model(input_ids=ids, use_cache=False).logits.float()
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    with stock_mode(model):
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         computed = shape.apply(head(hidden)).float() if hidden.shape[-1] == weight.shape[1] else None
-    finally:
-        model.train(was_training)
     tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE[torch.float16]) * expected.abs().max()
     if (
         computed is None

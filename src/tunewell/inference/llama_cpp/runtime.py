@@ -1,8 +1,7 @@
 """Run a GGUF file in llama.cpp for chat and evaluation: answers, losses and logits."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Collection, Sequence
 from math import prod
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tunewell.inference.decoder import GREEDY, Decoding, Generated
 from tunewell.inference.llama_cpp.library import LlamaLibrary
 from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.inference.runtime import DocumentLosses, fastest_threads
-from tunewell.inference.stream import Ended, TokenStream
+from tunewell.inference.stream import Tokens, TokenStream
 from tunewell.model_files.gguf import read_tensor_table
 from tunewell.models.gguf import read_tensor
 
@@ -124,19 +123,16 @@ class LlamaRuntime:
             self._model = larger
         return self._model
 
-    def _tokens(
-        self, prompt: Sequence[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding
-    ) -> Iterator[int | Ended]:
+    def _tokens(self, prompt: Sequence[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding) -> Tokens:
         num_free = self.context_length - len(prompt)
         num_new = min(max_new_tokens, num_free)
         if num_new > 0:
             model = self._with_context(len(prompt) + num_new)
-            with closing(model.generate(prompt, max_new_tokens=num_new, stop_ids=stops, decoding=decoding)) as answer:
-                yield from answer
-                if answer.ended == "end":
-                    yield "end"
-                    return
-        yield "context" if num_free < max_new_tokens else "length"
+            answer = model.generate(prompt, max_new_tokens=num_new, stop_ids=stops, decoding=decoding)
+            yield from answer
+            if answer.ended == "end":
+                return "end"
+        return "context" if num_free < max_new_tokens else "length"
 
     def _document_losses(self, ids: npt.NDArray[np.int32], labels: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """Return the loss of every supervised token. Tokens after the last supervised one are not computed.
