@@ -23,6 +23,7 @@ from tunewell.inference.stream import Tokens, TokenStream, stream_tokens
 from tunewell.machine.device import measure_threads, torch_threads
 from tunewell.machine.out_of_memory import free_memory, is_out_of_memory
 from tunewell.models.attention import fastest_attention
+from tunewell.models.load import count_nonfinite
 from tunewell.models.loss import HeadShape
 from tunewell.models.packed_forward import PackedModel
 from tunewell.models.support import head_shape, stock_mode
@@ -167,7 +168,7 @@ class TorchRuntime:
 
     def nonfinite_weights(self) -> dict[str, int]:
         """Return the number of NaN and infinite values by parameter."""
-        return _nonfinite(self.model.named_parameters())
+        return count_nonfinite(self.model.named_parameters())
 
     def close(self) -> None:
         """Do nothing, because torch frees the weights with the last reference to the model."""
@@ -279,24 +280,10 @@ def nonfinite_weights_in(folder: Path) -> dict[str, int]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
-                counts |= _nonfinite((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+                counts |= count_nonfinite((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
         except (SafetensorError, OSError):
             return {}  # a damaged file; loading it gives a better error
     return counts
-
-
-def _nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    # The least and the greatest value are NaN or infinite if any value is, and are found ten times as fast as a count.
-    suspects = [(name, tensor) for name, tensor in tensors if not _has_finite_range(tensor)]
-    counts = {name: tensor.numel() - int(torch.isfinite(tensor).sum()) for name, tensor in suspects}
-    return {name: number for name, number in counts.items() if number}
-
-
-def _has_finite_range(tensor: torch.Tensor) -> bool:
-    if not tensor.numel() or not tensor.is_floating_point():
-        return True
-    least, greatest = torch.aminmax(tensor.detach())
-    return bool(torch.isfinite(least) and torch.isfinite(greatest))
 
 
 def fastest_threads(shapes: Iterable[tuple[int, ...]], *, num_tokens: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from functools import partial
@@ -93,15 +94,19 @@ def _name_of(name: str) -> str | None:
     return None if known is None else f"{known}.{kind}"
 
 
+def stored_type(path: Path) -> str:
+    """Return the data type of most weights in lower case, such as `q4_1` or `f16`."""
+    gguf = import_optional("gguf", extra="export", purpose="reading a GGUF file")
+    sizes = Counter[int]()
+    for entry in read_tensor_table(path):
+        sizes[entry.type_number] += math.prod(entry.shape)
+    return gguf.GGMLQuantizationType(sizes.most_common(1)[0][0]).name.lower()
+
+
 def quantization_of(path: Path) -> str | None:
     """Return the quantisation type of most weights, such as `Q4_1`, or None for 16-bit and 32-bit files."""
-    from gguf import GGMLQuantizationType
-
-    sizes: dict[int, int] = {}
-    for entry in read_tensor_table(path):
-        sizes[entry.type_number] = sizes.get(entry.type_number, 0) + math.prod(entry.shape)
-    name = GGMLQuantizationType(max(sizes, key=lambda number: sizes[number])).name
-    return None if name in ("F32", "F16", "BF16") else name
+    name = stored_type(path)
+    return None if name in ("f32", "f16", "bf16") else name.upper()
 
 
 def read_entry(path: Path, entry: TensorEntry) -> Tensor:

@@ -1,7 +1,7 @@
 """Load a model from a folder, the hub, a GGUF file, a preset or another checkpoint, and check every weight."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,16 @@ def not_finite_names(model: nn.Module) -> list[str]:
     # Read all results together, because each read from a GPU waits for earlier work.
     are_finite = torch.stack([_is_finite(tensor) for _, tensor in tensors]).tolist() if tensors else []
     return [name for (name, _), is_finite in zip(tensors, are_finite, strict=True) if not is_finite]
+
+
+def count_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return the number of NaN and infinite values by name. Finite tensors are left out."""
+    return {
+        name: tensor.numel() - int(torch.isfinite(tensor).sum())
+        for name, tensor in tensors
+        # This is ten times as fast as a count.
+        if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor)
+    }
 
 
 def _is_finite(tensor: Tensor) -> Tensor:

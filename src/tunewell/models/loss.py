@@ -45,6 +45,11 @@ def chunk_rows(vocab_size: int, device: torch.device) -> int:
     return 1 << (rows.bit_length() - 1)
 
 
+def cross_entropy(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Return the loss of each row."""
+    return logits_RV.logsumexp(-1) - logits_RV.gather(-1, targets_R[:, None])[:, 0]
+
+
 def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Return the summed loss and its gradient with respect to the logits, in place. Targets of -100 are ignored."""
     z_RV = logits_RV.float()

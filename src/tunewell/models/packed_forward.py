@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tunewell.data.batches import FixedShape, MicroBatch, cumulative_lengths, pad_to_shape, share_prefix
 from tunewell.models.attention import FLASH, can_use_triton, forward_inputs
 from tunewell.models.cpu_attention import MAX_LENGTH
-from tunewell.models.loss import COMPILED_ROWS, HeadShape, LossAndGrad, chunk_rows, supervised_loss
+from tunewell.models.loss import COMPILED_ROWS, HeadShape, LossAndGrad, chunk_rows, cross_entropy, supervised_loss
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -162,7 +162,7 @@ class PackedModel:
         rows = self.loss_rows or chunk_rows(weight.shape[0], self.device)
         for hidden, targets in zip(hidden_RH.split(rows), targets_R.split(rows), strict=True):
             logits = self.head.apply(torch.nn.functional.linear(hidden, weight, bias).float())
-            losses.append(logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0])
+            losses.append(cross_entropy(logits, targets))
         return torch.cat(losses).cpu().double().numpy() if losses else np.zeros(0)
 
     def _select(self, hidden_TH: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:

@@ -1,15 +1,12 @@
 """Run a GGUF file in llama.cpp for chat and evaluation: answers, losses and logits."""
 
-from collections import Counter
 from collections.abc import Collection, Sequence
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
 from tunewell.inference.decoder import GREEDY, Decoding, Generated
@@ -18,12 +15,13 @@ from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.inference.runtime import DocumentLosses, fastest_threads
 from tunewell.inference.stream import Tokens, TokenStream
 from tunewell.model_files.gguf import read_tensor_table
-from tunewell.models.gguf import read_tensor
+from tunewell.models.gguf import read_entry, stored_type
+from tunewell.models.load import count_nonfinite
+from tunewell.models.loss import cross_entropy
 
 _FIRST_CONTEXT = 1024
 """The context grows on demand, because a KV cache for the full context may need more memory than the weights."""
 _NUM_PROBED = 256
-_PRECISIONS = {"f32": "fp32", "f16": "fp16"}
 
 
 class LlamaRuntime:
@@ -44,12 +42,8 @@ class LlamaRuntime:
     @property
     def stored_as(self) -> str:
         """The data type of most weights."""
-        gguf = import_optional("gguf", extra="export", purpose="reading a GGUF file")
-        sizes: Counter[int] = Counter()
-        for entry in read_tensor_table(self.path):
-            sizes[entry.type_number] += prod(entry.shape)
-        name: str = gguf.GGMLQuantizationType(sizes.most_common(1)[0][0]).name.lower()
-        return _PRECISIONS.get(name, name)
+        name = stored_type(self.path)
+        return {"f32": "fp32", "f16": "fp16"}.get(name, name)
 
     def stream(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int], decoding: Decoding = GREEDY
@@ -101,10 +95,11 @@ class LlamaRuntime:
         """
         number = min(_NUM_PROBED, self.context_length, self.vocab_size)
         probe = np.unique(np.linspace(0, self.vocab_size - 1, number).astype(int)).tolist()
-        num_bad = 0
-        for block in self._with_context(len(probe)).logit_blocks(probe):
-            num_bad += int((np.isnan(block) | np.isposinf(block)).sum())
-        return (self._nonfinite_tensors() or {"logits": num_bad}) if num_bad else {}
+        blocks = self._with_context(len(probe)).logit_blocks(probe)
+        if not (num_bad := sum(int((np.isnan(block) | np.isposinf(block)).sum()) for block in blocks)):
+            return {}
+        tensors = ((entry.name, read_entry(self.path, entry)) for entry in read_tensor_table(self.path))
+        return count_nonfinite(tensors) or {"logits": num_bad}
 
     def close(self) -> None:
         """Free the memory. Closing twice is allowed."""
@@ -148,20 +143,7 @@ class LlamaRuntime:
         found, start = [], 0
         for block_RV in self._with_context(len(text)).logit_blocks(text):
             rows = supervised[(supervised >= start) & (supervised < start + len(block_RV))]
-            found.append(_cross_entropy(block_RV[rows - start], targets_T[rows]))
+            logits_RV, targets_R = torch.from_numpy(block_RV[rows - start]), torch.from_numpy(targets_T[rows])
+            found.append(cross_entropy(logits_RV, targets_R.long()).double().numpy())
             start += len(block_RV)
         return np.concatenate(found)
-
-    def _nonfinite_tensors(self) -> dict[str, int]:
-        found = {}
-        for entry in read_tensor_table(self.path):
-            tensor = read_tensor(self.path, entry.name)
-            if num_bad := tensor.numel() - int(torch.isfinite(tensor).sum()):
-                found[entry.name] = num_bad
-        return found
-
-
-def _cross_entropy(logits_RV: np.ndarray, targets_R: np.ndarray) -> npt.NDArray[np.float64]:
-    logits = torch.from_numpy(logits_RV)
-    losses = logits.logsumexp(-1) - logits.gather(-1, torch.from_numpy(targets_R).long()[:, None])[:, 0]
-    return losses.double().numpy()
