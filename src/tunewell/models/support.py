@@ -94,10 +94,10 @@ def require_supported(config: PreTrainedConfig, *, longest_document: int, attent
     text = part.config if part is not None else config
     _require_packable(text)
     _require_positions(text, longest_document)
-    if attention == FLASH and getattr(text, "attn_logit_softcapping", None) is not None:
-        raise _not_supported(text, "the flash kernel does not support attention softcap", "set `train.attention: sdpa`")
-    if attention == FLASH and (getattr(text, "attention_dropout", 0.0) or 0.0) > 0:
-        raise _not_supported(text, "the flash kernel does not support attention dropout", "set `train.attention: sdpa`")
+    for setting, name in (("attn_logit_softcapping", "softcap"), ("attention_dropout", "dropout")):
+        if attention == FLASH and getattr(text, setting, None):
+            why = f"the flash kernel does not support attention {name}"
+            raise _not_supported(text, why, "set `train.attention: sdpa`")
     return _notes(text)
 
 

@@ -61,25 +61,22 @@ class LlamaModel:
     def _start_context(self) -> None:
         self._cached.clear()
         self._text_number += 1
+        api = self._api
         try:
-            self._context = self._open_context()
+            if api.llama_model_has_encoder(self._model) or not api.llama_model_has_decoder(self._model):
+                raise self._rejected("is not a decoder-only model")
+            parameters = self._bindings.context_parameters(context=self.context, batch=min(_BATCH, self.context))
+            self._context = api.llama_init_from_model(self._model, parameters)
+            if not self._context:
+                raise self._rejected(f"could not get a context of {self.context:,} tokens")
+            self._handles.append((api.llama_free, self._context))
+            if api.llama_n_ctx(self._context) < self.context:
+                raise self._rejected(f"has a context of fewer than {self.context:,} tokens")
         except BaseException:
             self.close()
             raise
-        self._memory = self._api.llama_get_memory(self._context)
-        self._api.llama_set_n_threads(self._context, self._num_threads, self._num_threads)
-
-    def _open_context(self) -> Any:
-        if self._api.llama_model_has_encoder(self._model) or not self._api.llama_model_has_decoder(self._model):
-            raise self._rejected("is not a decoder-only model")
-        parameters = self._bindings.context_parameters(context=self.context, batch=min(_BATCH, self.context))
-        opened = self._api.llama_init_from_model(self._model, parameters)
-        if not opened:
-            raise self._rejected(f"could not get a context of {self.context:,} tokens")
-        self._handles.append((self._api.llama_free, opened))
-        if self._api.llama_n_ctx(opened) < self.context:
-            raise self._rejected(f"has a context of fewer than {self.context:,} tokens")
-        return opened
+        self._memory = api.llama_get_memory(self._context)
+        api.llama_set_n_threads(self._context, self._num_threads, self._num_threads)
 
     def close(self) -> None:
         """Free the memory. Closing twice is allowed."""
