@@ -99,8 +99,9 @@ def generate(
             try:
                 capacity = max(len(answer.prompt) + answer.limit for answer in unfinished)
                 num_used = min(len(unfinished), num_slots)
-                decoder = Decoder(model, num_slots=num_used, capacity=capacity, decoding=decoding)
-                _decode(decoder, unfinished, stop_ids, step)
+                _decode(
+                    Decoder(model, num_slots=num_used, capacity=capacity, decoding=decoding), unfinished, stop_ids, step
+                )
             except torch.OutOfMemoryError:
                 if num_slots == 1 or decoding.batch_tokens is not None:
                     raise

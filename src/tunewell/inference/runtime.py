@@ -97,23 +97,17 @@ class Runtime(Protocol):
         ...
 
 
+@dataclass
 class TorchRuntime:
     """A transformers model that runs in torch."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        precision: str,
-        *,
-        num_threads: int | None = None,
-        batch_threads: int | None = None,
-    ) -> None:
-        """Wrap a model. torch uses `num_threads` to compute one token at a time, and `batch_threads` in other calls."""
-        self.model = model
-        self.num_threads = num_threads
-        self.batch_threads = batch_threads or num_threads
-        self._precision = precision
-        self._head: HeadShape | None = None
+    model: PreTrainedModel
+    precision: str
+    num_threads: int | None = None
+    """Number of threads to compute one token at a time."""
+    batch_threads: int | None = None
+    """Number of threads in other calls."""
+    _head: HeadShape | None = None
 
     @property
     def context_length(self) -> int:
@@ -163,7 +157,7 @@ class TorchRuntime:
         with torch_threads(self.batch_threads), fastest_attention(self.model):
             self._head = self._head or self._head_shape(split.arrays(0)[0].tolist())
             longest = int(split.index["length"].max())
-            packed = PackedModel(self.model, self._precision, longest, head=self._head)
+            packed = PackedModel(self.model, self.precision, longest, head=self._head)
             return measure_losses(packed, split, most=most, progress=progress)
 
     def nonfinite_weights(self) -> dict[str, int]:

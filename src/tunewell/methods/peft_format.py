@@ -100,7 +100,7 @@ def match_targets(names: Iterable[str], targets: str | Sequence[str]) -> tuple[s
         return tuple(names)
     if isinstance(targets, str):
         return tuple(name for name in names if any(re.fullmatch(targets, path) for path in _paths(name)))
-    return tuple(name for name in names if any(is_named(path, end) for path in _paths(name) for end in targets))
+    return tuple(name for name in names if _is_selected(name, targets))
 
 
 def match_full_modules(names: Iterable[str], suffixes: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
@@ -112,8 +112,9 @@ def match_full_modules(names: Iterable[str], suffixes: Sequence[str], tensors: C
     found = []
     for name in names:
         matched = [suffix for suffix in suffixes if any(path.endswith(suffix) for path in _paths(name))]
-        is_exact = any(is_named(path, suffix) for suffix in matched for path in _paths(name))
-        if is_exact or (matched and any(tensor.startswith(f"{_PREFIX}{name}.") for tensor in tensors)):
+        if _is_selected(name, matched) or (
+            matched and any(tensor.startswith(f"{_PREFIX}{name}.") for tensor in tensors)
+        ):
             found.append(name)
     return tuple(found)
 
@@ -155,6 +156,10 @@ def multimodal_path(name: str, text_prefix: str) -> str:
 def _paths(name: str) -> tuple[str, str]:
     """Return the path of a module in the text part and in the multimodal model."""
     return name, multimodal_path(name, TEXT_PREFIX)
+
+
+def _is_selected(name: str, targets: Iterable[str]) -> bool:
+    return any(is_named(path, target) for path in _paths(name) for target in targets)
 
 
 def is_named(path: str, name: str) -> bool:

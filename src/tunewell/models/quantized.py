@@ -131,13 +131,11 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def take_over(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Replace the layers of bitsandbytes in a model that was saved quantised, and return their number."""
-    found = [(name, part) for name, part in model.named_modules() if type(part).__name__ in _FOREIGN]
+    kinds = ("Linear4bit", "Linear8bitLt")
+    found = [(name, part) for name, part in model.named_modules() if type(part).__name__ in kinds]
     for name, layer in found:
         model.set_submodule(name, QuantizedLinear.from_bitsandbytes(layer, dtype))
     return len(found)
-
-
-_FOREIGN = ("Linear4bit", "Linear8bitLt")
 
 
 def _to_int8(weight_NK: Tensor) -> dict[str, Tensor]:
@@ -148,7 +146,8 @@ def _to_int8(weight_NK: Tensor) -> dict[str, Tensor]:
 
 
 def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
-    packed, state = _functional().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
+    functional: Any = import_optional("bitsandbytes.functional", extra="qlora", purpose="`method.quantize: nf4`")
+    packed, state = functional.quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
     return _parts_of(packed, state, (weight.shape[0], weight.shape[1]))[2]
 
 
@@ -202,7 +201,3 @@ def _product_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 quantized_product.register_autograd(_product_grad, setup_context=_keep_parts)
-
-
-def _functional() -> Any:
-    return import_optional("bitsandbytes.functional", extra="qlora", purpose="`method.quantize: nf4`")
