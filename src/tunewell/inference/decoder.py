@@ -126,12 +126,12 @@ def _difference(model: PreTrainedModel) -> str | None:
     return f"`{model.config.model_type}` decoded from a static cache differs from transformers by {distance:.1e}"
 
 
+@dataclass
 class Sampler:
     """Chooses the next tokens, greedily or by sampling with its own random generator."""
 
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
-        self._generator: torch.Generator | None = None
+    _decoding: Decoding
+    _generator: torch.Generator | None = None
 
     @property
     def is_greedy(self) -> bool:

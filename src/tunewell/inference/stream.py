@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,13 +27,13 @@ Tokens = Generator[int, None, Ended | None]
 """The tokens of an answer; the generator returns why it ended."""
 
 
+@dataclass(eq=False)
 class TokenStream(Iterator[int]):
     """The tokens of one answer, without the stop token, computed on demand. Close the stream to stop early."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
-        self.ended: Ended | None = None
-        """Why the answer ended; None while the stream is open or if it was closed early."""
+    _tokens: Tokens
+    ended: Ended | None = None
+    """Why the answer ended; None while the stream is open or if it was closed early."""
 
     def __next__(self) -> int:
         try:
