@@ -30,13 +30,12 @@ from tunewell.methods.peft_format import (
     tied_names,
 )
 from tunewell.methods.targets import (
-    add_tied,
-    drop_nested,
     expert_notes,
     last_names,
     linear_layers,
     select_layers,
     with_embeddings,
+    with_tied,
 )
 from tunewell.models.fp32_modules import use_fp32_weights
 from tunewell.models.shared import own_trainable
@@ -210,8 +209,7 @@ def _saved_selection(
     full_names = tuple(config.get("modules_to_save") or ())
     names = [name for name, _ in model.named_modules() if name]
     # PEFT also saves the embedding and the head of a resized vocabulary, which its config does not list.
-    saved = (*match_full_modules(names, full_names, tensors), *saved_tables(model, tensors))
-    full_modules = add_tied(model, drop_nested(saved))
+    full_modules = with_tied(model, (*match_full_modules(names, full_names, tensors), *saved_tables(model, tensors)))
     return Selection(
         linears=tuple(dict.fromkeys(name for name in selected if not is_within(name, full_modules))),
         full_modules=full_modules,

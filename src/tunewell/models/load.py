@@ -22,6 +22,7 @@ from tunewell.models import shared
 from tunewell.models.external import fit_weights, read_external_weights, split_rotary_pairs
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
 from tunewell.models.pretrained import first_names, from_files, from_tensors, read_config, require_safe_folder, skeleton
+from tunewell.models.quantized import dequantize_model, quantize_model, take_over
 from tunewell.models.support import quiet, require_supported, text_part
 from tunewell.records.plan import QuantizedBase
 
@@ -248,7 +249,11 @@ def _load_model(options: LoadOptions) -> LoadedModel:
             f"{count(len(vocabulary.new_ids), 'new token')}: embedding and head now have {vocabulary.size:,} rows; "
             "new rows start as the mean of the others"
         )
-    _quantize(model, options)
+    if getattr(model.config, "quantization_config", None) is not None:
+        take_over(model, options.dtype)
+        nn.Module.to(model, options.device)
+    elif options.quantized is not None:
+        quantize_model(model, options.quantized, options.device)
     # Documents are never padded, so the padding token (in SmolLM2 the end of a turn) is trained like any other.
     embedding: Any = model.get_input_embeddings()
     embedding.padding_idx = None
@@ -259,25 +264,9 @@ def _load_model(options: LoadOptions) -> LoadedModel:
 
 def load_dequantized(options: LoadOptions, trained_dtype: torch.dtype) -> LoadedModel:
     """Load a quantised model as it was trained, and dequantise it to plain layers in the dtype of the options."""
-    from tunewell.models.quantized import dequantize_model
-
     found = load_model(replace(options, dtype=trained_dtype))
     dequantize_model(found.model, options.dtype)
     return found
-
-
-def _quantize(model: PreTrainedModel, options: LoadOptions) -> None:
-    """Quantise the linear layers, or take over those of a model that was saved quantised."""
-    is_saved_so = getattr(model.config, "quantization_config", None) is not None
-    if not is_saved_so and options.quantized is None:
-        return
-    from tunewell.models.quantized import quantize_model, take_over
-
-    if is_saved_so:
-        take_over(model, options.dtype)
-        nn.Module.to(model, options.device)
-    elif options.quantized is not None:
-        quantize_model(model, options.quantized, options.device)
 
 
 def _load(options: LoadOptions, vocabulary: Vocabulary) -> LoadedModel:
