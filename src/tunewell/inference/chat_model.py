@@ -28,7 +28,7 @@ from tunewell.methods.base import AdapterMethod, load_adapter
 from tunewell.model_files.files import locate
 from tunewell.model_files.ollama import PREFIX as OLLAMA
 from tunewell.models.attention import SDPA
-from tunewell.models.load import LoadedModel, LoadOptions, load_dequantized, load_model
+from tunewell.models.load import DTYPES, LoadedModel, LoadOptions, load_dequantized, load_model
 from tunewell.records.manifest import read_manifest
 
 Backend = Literal["packed", "plain", "llama_cpp"]
@@ -36,7 +36,6 @@ Backend = Literal["packed", "plain", "llama_cpp"]
 the threads of a batch in streams too. `llama_cpp`: as `packed`, but llama.cpp runs a `.gguf` file if the device is a
 CPU and a library is found."""
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEQUANTISED = "the weights were dequantised, and transformers runs the model"
 
 
@@ -165,7 +164,7 @@ def _weights_loader(
 
     The base of a run is quantised as in training; in another precision, it is then dequantised.
     """
-    ref, dtype = chat_model.ref, _DTYPES[chat_model.precision]
+    ref, dtype = chat_model.ref, DTYPES[chat_model.precision]
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
         text.save(Path(folder))
 
@@ -184,7 +183,7 @@ def _weights_loader(
             plan = ref.plan if model == ref.base else None
             if plan is None or plan.quantized is None:
                 return load_model(options)
-            options, trained = replace(options, quantized=plan.quantized), _DTYPES[plan.precision.value]
+            options, trained = replace(options, quantized=plan.quantized), DTYPES[plan.precision.value]
             is_same = dtype == trained and is_packed  # otherwise the weights are read one by one
             return load_model(options) if is_same else load_dequantized(options, trained)
 

@@ -139,7 +139,14 @@ def head_shape(model: PreTrainedModel) -> HeadShape:
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     shape = HeadShape(None if cap is None else float(cap), _scale(config))
-    _check_head(model, module, weight, shape)
+    ids = torch.linspace(0, len(weight) - 1, _PROBE_TOKENS, device=weight.device).long()[None]
+    with torch.no_grad(), stock_mode(model):
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        computed = shape.apply(module(hidden)).float() if hidden.shape[-1] == weight.shape[1] else expected[:0]
+    tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE[torch.float16]) * expected.abs().max()
+    if computed.shape != expected.shape or not bool(((computed - expected).abs() <= tolerance).all()):
+        raise _not_supported(model.config, "the head computes more than a matrix product, a scale and a softcap")
     return shape
 
 
@@ -203,22 +210,6 @@ def _scale(config: PreTrainedConfig) -> float:
         return float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
     scale = getattr(config, "logit_scale", None)
     return 1.0 if scale is None else float(scale)
-
-
-@torch.no_grad()
-def _check_head(model: PreTrainedModel, head: nn.Module, weight: Tensor, shape: HeadShape) -> None:
-    ids = torch.linspace(0, len(weight) - 1, _PROBE_TOKENS, device=weight.device).long()[None]
-    with stock_mode(model):
-        expected = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        computed = shape.apply(head(hidden)).float() if hidden.shape[-1] == weight.shape[1] else None
-    tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE[torch.float16]) * expected.abs().max()
-    if (
-        computed is None
-        or computed.shape != expected.shape
-        or not bool(((computed - expected).abs() <= tolerance).all())
-    ):
-        raise _not_supported(model.config, "the head computes more than a matrix product, a scale and a softcap")
 
 
 def _not_supported(config: PreTrainedConfig, why: str, fix: str = _FIX) -> UserError:
