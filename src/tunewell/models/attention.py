@@ -78,7 +78,8 @@ def packed_sdpa(
     is_short = prefix > 0 or max(length for _, length in runs) <= MAX_LENGTH
     # Check all three: under autocast, queries and keys are rotated in fp32, but values are in 16 bits.
     is_fp32 = query.dtype == key.dtype == value.dtype == torch.float32
-    if query.device.type == "cpu" and is_fp32 and is_short and scores.is_plain:
+    is_plain = scores.window is None and scores.softcap is None and not scores.dropout
+    if query.device.type == "cpu" and is_fp32 and is_short and is_plain:
         out_THD = causal_attention(q_HTD, k_GTD, v_GTD, runs=runs, prefix=prefix, scale=scores.scale)
     else:
         out_THD = _attend_by_run(q_HTD, k_GTD, v_GTD, runs=runs, has_prefix=prefix > 0, scores=scores)
@@ -100,11 +101,6 @@ class Scores:
         scaling = options.get("scaling")
         scale = q_HTD.shape[-1] ** -0.5 if scaling is None else scaling
         return cls(scale, options.get("dropout", 0.0), options.get("sliding_window"), options.get("softcap"))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the weights are a plain causal softmax, without window, softcap or dropout."""
-        return self.window is None and self.softcap is None and not self.dropout
 
 
 def _attend_by_run(

@@ -50,18 +50,12 @@ def cross_entropy(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
     return logits_RV.logsumexp(-1) - logits_RV.gather(-1, targets_R[:, None])[:, 0]
 
 
-def _capped(logits_RV: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return the logits in fp32 with their softcap applied, and the tanh in it for the gradient."""
-    z_RV = logits_RV.float()
-    if softcap is None:
-        return z_RV, None
-    tanh_RV = torch.tanh(z_RV / softcap)
-    return tanh_RV * softcap, tanh_RV
-
-
 def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Return the summed loss and its gradient with respect to the logits, in place. Targets of -100 are ignored."""
-    z_RV, tanh_RV = _capped(logits_RV, softcap)
+    z_RV, tanh_RV = logits_RV.float(), None
+    if softcap is not None:
+        tanh_RV = torch.tanh(z_RV / softcap)
+        z_RV = tanh_RV * softcap
     keep_R1 = (targets_R != -100)[:, None]
     target_R1 = targets_R.clamp_min(0)[:, None]
     max_R1, target_logit_R1 = z_RV.amax(-1, keepdim=True), z_RV.gather(-1, target_R1)
@@ -77,7 +71,10 @@ def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -
 
 def loss_and_grad_fused(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Compute `loss_and_grad` in a form that torch.compile fuses into two passes, without fp32 values in memory."""
-    z_RV, tanh_RV = _capped(logits_RV, softcap)
+    z_RV, tanh_RV = logits_RV.float(), None
+    if softcap is not None:
+        tanh_RV = torch.tanh(z_RV / softcap)
+        z_RV = tanh_RV * softcap
     keep_R = targets_R != -100
     target_R1 = targets_R.clamp_min(0)[:, None]
     lse_R1 = torch.logsumexp(z_RV, -1, keepdim=True)

@@ -81,7 +81,9 @@ class PackedModel:
             batch, num_documents = pad_to_shape(batch, self.shape), self.shape.documents
             if self.uses_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-        shared = share_prefix(batch, longest=MAX_LENGTH) if self._is_sharing else None
+        # With dropout, each document needs a mask of its own for the shared prefix.
+        is_sharing = self.device.type == "cpu" and not self.is_flash and not (self.has_dropout and self.model.training)
+        shared = share_prefix(batch, longest=MAX_LENGTH) if is_sharing else None
         ids, positions, layout = forward_inputs(batch, shared)
         if self.is_flash:
             bounds = cumulative_lengths(batch, num_documents)
@@ -114,11 +116,6 @@ class PackedModel:
 
     def _is_compiled_for(self, batch: MicroBatch) -> bool:
         return self.shape is not None and self.shape.fits(batch) and not self._is_uncompiled
-
-    @property
-    def _is_sharing(self) -> bool:
-        """Whether a shared prefix is computed only once. With dropout, each document needs its own mask."""
-        return self.device.type == "cpu" and not self.is_flash and not (self.has_dropout and self.model.training)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
