@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
@@ -244,9 +245,7 @@ def last_logits(
             progress(Progress("logits", len(logits), len(prompts), "texts"))
             lengths = [len(prompts[index]) for index in group]
             longest, num_kept = max(lengths), min(max(lengths), max(lengths) - min(lengths) + number)
-            ids = torch.zeros(len(group), longest, dtype=torch.long)
-            for row, index in enumerate(group):
-                ids[row, : lengths[row]] = torch.tensor(list(prompts[index]))
+            ids = pad_sequence([torch.tensor(list(prompts[index])) for index in group], batch_first=True)
             out: Any = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=num_kept)
             kept = out.logits[:, -num_kept:].float().cpu().numpy()
             for row, index in enumerate(group):

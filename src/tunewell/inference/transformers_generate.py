@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from tunewell.core.progress import Progress, ProgressListener, silent
@@ -33,6 +35,14 @@ def generate_with_transformers(
     answers = [Generated([], False)] * len(prompts)
     batch_tokens = decoding.batch_tokens or _BATCH_TOKENS
     num_done = 0
+    sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
+    settings = GenerationConfig(
+        do_sample=decoding.temperature > 0,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=min(stop_ids, default=0),
+        use_cache=True,
+        **(sampling if decoding.temperature > 0 else {}),
+    )
     # Sampling has its own random numbers, so that it does not affect training.
     random = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
     with stock_mode(model), _default_generation_config(model), random:
@@ -40,7 +50,7 @@ def generate_with_transformers(
         for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens):
             progress(Progress("answers", num_done, len(prompts), "answers"))
             num_done += len(batch)
-            settings = _settings(num_new, stop_ids, decoding)
+            settings.max_new_tokens = num_new
             rows = _answer([prompts[index] for index in batch], model, settings, before_token)
             for index, row in zip(batch, rows, strict=True):
                 end = next((at for at, token in enumerate(row) if token in stop_ids), None)
@@ -71,11 +81,10 @@ def _batches(
 def _answer(
     prompts: list[Sequence[int]], model: Any, settings: GenerationConfig, before_token: Callable[[], None]
 ) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
     # Left padding, so that every row continues at its last token.
-    padding = [longest - len(prompt) for prompt in prompts]
-    ids = [[settings.pad_token_id] * gap + list(prompt) for gap, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * gap + [1] * (longest - gap) for gap in padding]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    inputs = pad([torch.tensor(list(prompt)) for prompt in prompts], padding_value=settings.pad_token_id)
+    mask = pad([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts])
 
     def never_stop(ids: Tensor, scores: Any, **_: Any) -> Tensor:
         before_token()  # which may raise
@@ -83,24 +92,12 @@ def _answer(
 
     criteria: Any = [never_stop]
     written = model.generate(
-        inputs=torch.tensor(ids, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
+        inputs=inputs.to(model.device),
+        attention_mask=mask.to(model.device),
         generation_config=settings,
         stopping_criteria=StoppingCriteriaList(criteria),
     )
-    return written[:, longest:].tolist()
-
-
-def _settings(num_new: int, stop_ids: Sequence[int], decoding: Decoding) -> GenerationConfig:
-    sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
-    return GenerationConfig(
-        max_new_tokens=num_new,
-        do_sample=decoding.temperature > 0,
-        eos_token_id=list(stop_ids) or None,
-        pad_token_id=min(stop_ids, default=0),
-        use_cache=True,
-        **(sampling if decoding.temperature > 0 else {}),
-    )
+    return written[:, inputs.shape[1] :].tolist()
 
 
 @contextmanager

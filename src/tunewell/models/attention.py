@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -44,13 +45,7 @@ _HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 def runs_of(lengths: Sequence[int]) -> Runs:
     """Group consecutive documents of equal length into (number, length) pairs."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][1] == length:
-            runs[-1] = (runs[-1][0] + 1, length)
-        else:
-            runs.append((1, length))
-    return tuple(runs)
+    return tuple((len(list(run)), length) for length, run in groupby(lengths))
 
 
 def forward_inputs(batch: MicroBatch, shared: SharedPrefix | None) -> tuple[Ints, Ints, dict[str, Any]]:

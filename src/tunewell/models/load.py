@@ -138,9 +138,12 @@ def read_vocabulary(folder: Path, added_tokens: tuple[str, ...] = ()) -> Vocabul
     ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     config_path = folder / "tokenizer_config.json"
     config = json.loads(read_text(config_path)) if config_path.is_file() else {}
-    named = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
-    special = {name: ids[token] for name, token in contents.items() if token in ids}
+    special: dict[str, int] = {}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token = config.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if content in ids:
+            special[name] = ids[content]
     return Vocabulary(max(ids.values(), default=-1) + 1, special, sorted(ids[token] for token in added_tokens))
 
 
