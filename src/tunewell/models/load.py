@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
-from tunewell.core.units import count
 from tunewell.model_files.facts import find_key_map
 from tunewell.model_files.files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
@@ -251,8 +250,9 @@ def _load_model(options: LoadOptions) -> LoadedModel:
         model = found.model
         is_resized = fit_vocabulary(model, vocabulary, options.model)
     if is_resized:
+        number = len(vocabulary.new_ids)
         found.notes.append(
-            f"{count(len(vocabulary.new_ids), 'new token')}: embedding and head now have {vocabulary.size:,} rows; "
+            f"{number} new token{'' if number == 1 else 's'}: embedding and head now have {vocabulary.size:,} rows; "
             "new rows start as the mean of the others"
         )
     if getattr(model.config, "quantization_config", None) is not None:
