@@ -10,7 +10,7 @@ second time with all message text redacted, and only the markers in that renderi
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from tunewell.data.masking import placeholders
 from tunewell.data.masking.masker import Masker, Piece, Plan
 from tunewell.data.masking.placeholders import NO_TRIM
 from tunewell.data.masking.turns import Span, marker_pattern
-from tunewell.data.rows.conversation import Conversation, Message, Rejected
+from tunewell.data.rows.conversation import Conversation, Message, Rejected, map_leaves
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 
 
@@ -70,28 +70,19 @@ def _template_markers(
             continue
         if placeholders.is_equal_outside_redactions(text, redacted_text):
             return [found.span() for found in marker.finditer(redacted_text)]
+
     # The template rewrites the messages, which matters only if a message contains a marker.
-    for value in _texts_in([conversation.messages, conversation.tools]):
-        if found := marker.search(value):
+    def require_no_marker(value: Any) -> None:
+        if isinstance(value, str) and (found := marker.search(value)):
             raise UserError(
                 f"a message contains `{found.group()}`, and the template `{template.name}` rewrites messages: "
                 "its markers cannot be distinguished from message text",
                 where=repr(value[max(0, found.start() - 20) : found.end() + 20]),
                 fix="remove the marker from the message",
             )
+
+    map_leaves([conversation.messages, conversation.tools], require_no_marker, with_keys=True)
     return [found.span() for found in marker.finditer(text)]
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _texts_in(key)
-            yield from _texts_in(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _texts_in(inner)
 
 
 def _split_at(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
