@@ -15,7 +15,7 @@ from tunewell.data.batches import DataOrder, FixedShape
 from tunewell.training.compile import (
     CompileCache,
     Compiler,
-    Measured,
+    CompileTimes,
     can_use_graphs,
     describe_for_ahead,
     fixed_shape,
@@ -84,8 +84,8 @@ def test_after_a_few_timed_steps_where_the_rest_saves_more_than_it_costs(num_ste
 class _Cache:
     """Stands for torch's cache and the process that fills it, which takes two steps."""
 
-    def __init__(self, measured: Measured | None = None) -> None:
-        self.measured, self.saved, self.polls = measured, list[Measured](), 0
+    def __init__(self, measured: CompileTimes | None = None) -> None:
+        self.measured, self.saved, self.polls = measured, list[CompileTimes](), 0
         self.is_compiling = False
 
     def is_filled(self, *, wants: bool) -> bool:
@@ -95,11 +95,11 @@ class _Cache:
             self.is_compiling = False
         return self.polls == 3
 
-    def save(self, measured: Measured) -> None:
+    def save(self, measured: CompileTimes) -> None:
         self.saved.append(measured)
 
 
-def _cached(num_steps: int, measured: Measured | None = None) -> tuple[Compiler, Any, Any]:
+def _cached(num_steps: int, measured: CompileTimes | None = None) -> tuple[Compiler, Any, Any]:
     cache: Any = _Cache(measured)
     return Compiler("auto", num_steps, cache), _learner(), cache
 
@@ -119,8 +119,8 @@ def test_a_short_run_starts_no_other_process() -> None:
     assert compiler.budget(learner, 4096) == 4096
 
 
-@pytest.mark.parametrize(("measured", "is_worth_it"), [(Measured(3.0, 0.3), True), (Measured(9.0, 0.1), False)])
-def test_an_earlier_run_has_measured_what_compiling_costs_and_saves(measured: Measured, is_worth_it: bool) -> None:
+@pytest.mark.parametrize(("measured", "is_worth_it"), [(CompileTimes(3.0, 0.3), True), (CompileTimes(9.0, 0.1), False)])
+def test_an_earlier_run_has_measured_what_compiling_costs_and_saves(measured: CompileTimes, is_worth_it: bool) -> None:
     compiler, learner, cache = _cached(100, measured)
     assert _steps(compiler, learner, 3, seconds=0.3) == [False, False, is_worth_it]
     assert not cache.is_compiling
@@ -132,7 +132,7 @@ def test_a_run_saves_what_compiling_cost_and_saved() -> None:
     learner.shape = object()
     for seconds in (3.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3):
         compiler.on_step(learner, SimpleNamespace(seconds=seconds))  # pyright: ignore[reportArgumentType]
-    assert cache.saved == [Measured(pytest.approx(3.0), pytest.approx(0.25))]  # pyright: ignore[reportArgumentType]
+    assert cache.saved == [CompileTimes(pytest.approx(3.0), pytest.approx(0.25))]  # pyright: ignore[reportArgumentType]
 
 
 def test_what_another_process_would_build_has_the_first_layers_of_the_model() -> None:
@@ -214,5 +214,5 @@ def test_a_damaged_file_of_measurements_is_no_measurement(content, tmp_path, mon
     cache = CompileCache(run)
     cache.__dict__["_signature"] = "a"
     assert cache.measured is None
-    cache.save(Measured(3.0, 0.3))
+    cache.save(CompileTimes(3.0, 0.3))
     assert read_measured()["a"] == {"saved_share": 0.3, "seconds": 3.0}

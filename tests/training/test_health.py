@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tunewell.training.health import Finding, HealthMonitor, RunContext, StepMetrics, norm_limit
+from tunewell.training.health import HealthFinding, HealthMonitor, RunContext, StepMetrics, norm_limit
 from tunewell.training.log_rules import replay, verdict
 
 ABOUT = RunContext(vocab_size=50_000, precision="fp32", device="cpu", max_grad_norm=1.0)
@@ -27,7 +27,7 @@ def healthy(number: int, *, first: float = 2.5, norm: float = 0.8) -> list[StepM
     ]
 
 
-def names(findings: list[Finding]) -> list[str]:
+def names(findings: list[HealthFinding]) -> list[str]:
     return [finding.name for finding in findings]
 
 

@@ -27,7 +27,7 @@ from tunewell.methods.base import AdapterMethod, load_adapter
 from tunewell.model_files.files import locate
 from tunewell.model_files.ollama import PREFIX as OLLAMA
 from tunewell.models.attention import SDPA
-from tunewell.models.load import LoadedModel, LoadOptions, load_dequantized, load_model
+from tunewell.models.load import DTYPES, LoadedModel, LoadOptions, load_dequantized, load_model
 from tunewell.records.manifest import read_manifest
 
 Backend = Literal["packed", "plain", "llama_cpp"]
@@ -35,7 +35,6 @@ Backend = Literal["packed", "plain", "llama_cpp"]
 the threads of a batch in streams too. `llama_cpp`: as `packed`, but llama.cpp runs a `.gguf` file if the device is a
 CPU and a library is found."""
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEQUANTISED = "the weights were dequantised, and transformers runs the model"
 
 
@@ -171,7 +170,7 @@ def _weights_loader(
                 model,
                 Path(folder),
                 torch.device(chat_model.device.name),
-                _DTYPES[chat_model.precision],
+                DTYPES[chat_model.precision],
                 added_tokens=chat_model.ref.added_tokens or text.tokenizer.added_by_us,
                 seed=chat_model.ref.loaded.config.seed,
                 allow_pickle=allow_pickle,
@@ -189,7 +188,7 @@ def _load_as_trained(options: LoadOptions, chat_model: ChatModel) -> LoadedModel
     base = None if ref.plan is None or options.model != ref.base else ref.plan.quantized
     if base is None or ref.plan is None:
         return load_model(options)
-    options, trained = replace(options, quantized=base), _DTYPES[ref.plan.precision.value]
+    options, trained = replace(options, quantized=base), DTYPES[ref.plan.precision.value]
     is_same = options.dtype == trained and options.is_packed  # otherwise the weights are read one by one
     return load_model(options) if is_same else load_dequantized(options, trained)
 

@@ -24,6 +24,9 @@ from tunewell.models.pretrained import first_names, from_files, from_tensors, re
 from tunewell.models.support import quiet, require_supported, text_part
 from tunewell.records.plan import QuantizedBase
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of each precision of a plan."""
+
 # Verify a loaded model: every weight on the right device, in the right dtype, and finite.
 
 _SHOWN = 5

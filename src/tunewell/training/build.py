@@ -27,6 +27,7 @@ from tunewell.model_files.facts import fingerprint_weights
 from tunewell.model_files.presets import is_preset
 from tunewell.models import attention
 from tunewell.models.load import (
+    DTYPES,
     LoadedModel,
     LoadOptions,
     count_parameters,
@@ -47,7 +48,6 @@ from tunewell.training.recovery import HealingState
 from tunewell.training.run import Run
 from tunewell.training.step import StepHooks, TrainableModel
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY = (
     *("precision", "attention", "method", "learning_rate", "schedule", "warmup_steps", "num_steps"),
     *("batch_tokens", "batch_documents", "micro_batch_tokens"),
@@ -115,9 +115,9 @@ def build_run(parts: RunInputs) -> Run:
     note = send_notes(parts.listener)
     config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
     method_class: type[Method] = METHODS.load(plan.method.value)
-    masters = _DTYPES[config.train.masters]
+    masters = DTYPES[config.train.masters]
     is_narrow = masters != torch.float32  # the plan allows this only for full fine-tuning
-    dtype = masters if is_narrow else method_class.load_dtype(_DTYPES[plan.precision.value])
+    dtype = masters if is_narrow else method_class.load_dtype(DTYPES[plan.precision.value])
     held_out = parts.corpus.held_out
     longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
     options = LoadOptions(

@@ -18,7 +18,7 @@ from tunewell.data.batches import FixedShape, MicroBatch
 from tunewell.models import attention
 from tunewell.models.support import head_shape
 from tunewell.records.plan import QuantizedBase
-from tunewell.training.compile import Measured, compile_model, save_measured
+from tunewell.training.compile import CompileTimes, compile_model, save_measured
 from tunewell.training.step import TrainableModel
 
 _NUM_STEPS = 3
@@ -66,7 +66,7 @@ def compile_ahead(description: dict[str, Any]) -> None:
     for number in range(_NUM_STEPS):
         learner.take_step([batch], number=number, rate=0.0).read()
     # The run may have ended before; a later one finds the entry, and replaces it with what it measures.
-    save_measured(description["signature"], Measured())
+    save_measured(description["signature"], CompileTimes())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.records.report import Fault
 from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Evaluated, Healed, Note, StepTaken
-from tunewell.training.health import Finding, HealthMonitor, StepMetrics, is_far_above
+from tunewell.training.health import HealthFinding, HealthMonitor, StepMetrics, is_far_above
 from tunewell.training.log_rules import flat_loss
 from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
 from tunewell.training.run import Run, past_events, rewind
@@ -50,7 +50,7 @@ class Healer:
         self._load_history()
         start = RecoveryHistory(run.plan.precision.value, run.learner.device.type)
         self.history = start.after_all(run.healing.entries, self._rules)
-        self._pending: list[tuple[list[Finding], StepRecord]] = []
+        self._pending: list[tuple[list[HealthFinding], StepRecord]] = []
         self._last_record: StepRecord | None = None
         self._reported: set[tuple[int, str]] = {(entry.step, entry.name) for entry in run.healing.entries}
         self._repeated = _skips_since_rewind(run.healing.entries)
@@ -112,7 +112,7 @@ class Healer:
             advice = f". {self.stop.advice}" if self.stop else ""
             self._report(finding, "stop" if self.stop else "none", f"{finding.words}{advice}")
 
-    def _held_out_divergence(self, event: Evaluated) -> Finding | None:
+    def _held_out_divergence(self, event: Evaluated) -> HealthFinding | None:
         """Return a finding if two evaluations in a row, or the last one, are far above the one at step 0.
 
         The step rules need many steps, and they do not know the loss before training if the first updates destroyed
@@ -128,7 +128,7 @@ class Healer:
         rates = [metrics.learning_rate for metrics in history.recent if metrics.learning_rate is not None]
         words = f"the held-out loss rose from {first:.3g} before training to {event.loss:.3g}"
         numbers = {"low": first, "low_step": 0, "now": event.loss, "learning_rate": max(rates, default=None)}
-        return Finding("lr-too-high", "fault", event.step, words, numbers)
+        return HealthFinding("lr-too-high", "fault", event.step, words, numbers)
 
     def conclude(self) -> str:
         """Report a loss that rose or stayed flat over the whole run. Return a short description, or "" if it fell."""
@@ -137,7 +137,7 @@ class Healer:
             if "lr-too-high" not in history.reported:
                 words = f"the held-out loss ended at {losses[-1]:.3g}, above {losses[0]:.3g} before training"
                 numbers = {"low": losses[0], "now": losses[-1]}
-                self._report(Finding("lr-too-high", "warning", step, words, numbers), "none", words)
+                self._report(HealthFinding("lr-too-high", "warning", step, words, numbers), "none", words)
             return "the held-out loss rose"
         return self._check_flat(step)
 
@@ -161,7 +161,7 @@ class Healer:
             is_flat = step >= _MIN_STEPS and all(abs(loss - losses[0]) < limit * losses[0] for loss in losses)
             words = f"the held-out loss stayed at {losses[0]:.3g} for {count(step, 'step')}"
             numbers = {"first": losses[0], "last": losses[1:]}
-            finding = Finding("flat-loss", "warning", step, words, numbers) if is_flat else None
+            finding = HealthFinding("flat-loss", "warning", step, words, numbers) if is_flat else None
         else:
             name, events = "training", past_events(run, kind="step", until=step)
             finding = flat_loss([_metrics(event) for event in events])
@@ -178,7 +178,7 @@ class Healer:
             self._report(finding, "none", words)
         return f"the {name} loss did not fall"
 
-    def _degenerate_answers(self, event: Evaluated) -> Finding | None:
+    def _degenerate_answers(self, event: Evaluated) -> HealthFinding | None:
         """Return a finding if most samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
         history = self.monitor.history
         history.add_answers(event.step, event.are_degenerate, event.num_faulty)
@@ -194,7 +194,7 @@ class Healer:
         # A model with random weights repeats a few tokens until it has learned to answer.
         is_new = self._run.about.is_from_scratch and not history.has_answered
         numbers = {"faults": faults, "steps": list(history.degenerate), "answers": answers}
-        return Finding("degenerate-answers", "note" if is_new else "warning", event.step, words, numbers)
+        return HealthFinding("degenerate-answers", "note" if is_new else "warning", event.step, words, numbers)
 
     def apply(self) -> "Stop | Rewind | None":
         """Apply remedies for the last steps. A returned `Rewind` is already done; the caller must act on a `Stop`."""
@@ -204,7 +204,7 @@ class Healer:
                 return action
         return None
 
-    def _apply(self, findings: list[Finding], record: StepRecord) -> "Stop | Rewind | None":
+    def _apply(self, findings: list[HealthFinding], record: StepRecord) -> "Stop | Rewind | None":
         worst = findings[0]
         if (worst.step, worst.name) in self._repeated:
             return None  # already skipped before the resume; its remedy is in force
@@ -237,7 +237,7 @@ class Healer:
                 return action
         return None
 
-    def _find_cause(self, worst: Finding, record: StepRecord) -> Cause:
+    def _find_cause(self, worst: HealthFinding, record: StepRecord) -> Cause:
         """Recompute a step on rank 0 if it was not finite, and return the cause on all ranks."""
         run, cause = self._run, Cause(None)
         numbers = (worst.numbers.get(name) for name in ("loss", "grad_norm"))
@@ -255,7 +255,7 @@ class Healer:
         left_out = len({*self._run.healing.quarantine, *cause.documents})
         return left_out <= max(_FEW_DOCUMENTS, self._rules.max_left_out * len(self._run.order.lengths))
 
-    def _skip(self, finding: Finding, cause: Cause, record: StepRecord, *, is_explained: bool) -> None:
+    def _skip(self, finding: HealthFinding, cause: Cause, record: StepRecord, *, is_explained: bool) -> None:
         if finding.name != "loss-spike" and not cause.documents:
             self._unexplained.update(map(int, record.step.documents))
         who = f"; {self._documents(cause)} left out from now on" if cause.documents else ""
@@ -264,7 +264,7 @@ class Healer:
         since = self._run.progress.step
         self._report(finding, "skip", words, cause=cause, since=since, is_explained=is_explained)
 
-    def _split(self, finding: Finding) -> None:
+    def _split(self, finding: HealthFinding) -> None:
         run = self._run
         half = max(1, run.healing.limits.cap(run.plan.micro_batch_tokens.value) // 2)
         words = f"{finding.words}; from now on, {count(half)} tokens are computed at once"
@@ -320,12 +320,12 @@ class Healer:
 
         def report(action: ActionName, words: str, **values: Any) -> None:
             severity = "fault" if action == "stop" else "warning"
-            self._report(Finding("out-of-memory", severity, step, words), action, words, **values)
+            self._report(HealthFinding("out-of-memory", severity, step, words), action, words, **values)
 
         return report
 
     def _report(
-        self, finding: Finding, action: ActionName, words: str, *, cause: Cause | None = None, **values: Any
+        self, finding: HealthFinding, action: ActionName, words: str, *, cause: Cause | None = None, **values: Any
     ) -> None:
         cause = cause or Cause(None)
         rows = [self._run.name_of(document) for document in cause.documents[:_NAMED_DOCUMENTS]]

@@ -75,7 +75,7 @@ class RunContext:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """A problem or a note about one step."""
 
     name: str
@@ -156,10 +156,10 @@ _ZERO_STEPS = 3
 _SLOW_FACTOR = 3.0
 _CYCLE_FACTOR = 5.0
 
-Rule = Callable[[StepMetrics, History, RunContext], Finding | None]
+Rule = Callable[[StepMetrics, History, RunContext], HealthFinding | None]
 
 
-def not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def not_finite(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find a NaN or infinite loss or gradient. A single overflow in fp16 is normal: the loss scaler handles it."""
     if metrics.is_finite:
         return None
@@ -168,23 +168,25 @@ def not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Fin
     if (about.precision == "fp16" or metrics.scale is not None) and not is_loss and metrics.loss != 0.0:
         if history.bad_in_a_row + 1 < _MANY_OVERFLOWS and about.device != "mps":
             words = "a gradient overflowed in fp16: the update was skipped and the loss scale halved, which is normal"
-            return Finding("fp16-scaler-skip-benign", "note", metrics.step, words, numbers)
+            return HealthFinding("fp16-scaler-skip-benign", "note", metrics.step, words, numbers)
         if about.device != "mps":
             words = f"gradients overflowed in {history.bad_in_a_row + 1} steps in a row: no loss scale is small enough"
-            return Finding("loss-scale-exhausted", "fault", metrics.step, words, numbers | {"scale": metrics.scale})
+            return HealthFinding(
+                "loss-scale-exhausted", "fault", metrics.step, words, numbers | {"scale": metrics.scale}
+            )
     what = "loss" if is_loss else "gradient"
     if about.device != "mps" and (risen := _has_risen(history)):
         low, low_step, last = risen
         words = f"the loss rose from {low:.3g} at step {low_step} to {last:.3g}; then the {what} was not finite"
         numbers |= {"low": low, "low_step": low_step, "learning_rate": metrics.learning_rate}
-        return Finding("lr-too-high", "fault", metrics.step, words, numbers)
+        return HealthFinding("lr-too-high", "fault", metrics.step, words, numbers)
     if about.device == "mps" and about.precision in ("fp16", "bf16", None):
         words = f"the {what} is not finite, in {about.precision or '16 bits'} on an Apple GPU"
-        return Finding("mps-nan-fp16", "fault", metrics.step, words, numbers)
+        return HealthFinding("mps-nan-fp16", "fault", metrics.step, words, numbers)
     if not is_loss and metrics.loss == 0.0 and not about.is_raw:
         words = "the log shows a loss of 0, but the gradient is not finite: the trainer's log hides a NaN"
-        return Finding("loss-zero-collapse", "fault", metrics.step, words, numbers)
-    return Finding("nan-gradients", "fault", metrics.step, f"the {what} is not finite", numbers)
+        return HealthFinding("loss-zero-collapse", "fault", metrics.step, words, numbers)
+    return HealthFinding("nan-gradients", "fault", metrics.step, f"the {what} is not finite", numbers)
 
 
 def _has_risen(history: History) -> tuple[float, int, float] | None:
@@ -201,7 +203,7 @@ def _has_risen(history: History) -> tuple[float, int, float] | None:
     return (low, low_step, last) if last > 1.5 * low and last > low + 1.0 else None
 
 
-def pinned_at_zero(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def pinned_at_zero(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find a loss that suddenly becomes exactly 0. The loss of memorised rows approaches 0 gradually."""
     if metrics.loss != 0.0 or metrics.supervised_tokens == 0 or not metrics.is_finite:
         return None
@@ -217,10 +219,10 @@ def pinned_at_zero(metrics: StepMetrics, history: History, about: RunContext) ->
         return None
     numbers = {"loss": 0.0, "before": before[-1] if before else None, "grad_norm": metrics.grad_norm}
     words = "the loss is exactly 0, which no model reaches: no token is supervised, or the numbers are broken"
-    return Finding("loss-zero-collapse", "fault", metrics.step, words, numbers)
+    return HealthFinding("loss-zero-collapse", "fault", metrics.step, words, numbers)
 
 
-def first_loss(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def first_loss(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Compare the first loss with the loss of random guessing."""
     if history.first is not None or metrics.loss is None or not math.isfinite(metrics.loss):
         return None
@@ -228,14 +230,14 @@ def first_loss(metrics: StepMetrics, history: History, about: RunContext) -> Fin
     numbers = {"loss": metrics.loss, "guessing": round(guess, 3)}
     if metrics.loss > _FAR_ABOVE * guess and not about.is_from_scratch:
         words = f"the first loss is {metrics.loss:,.2f}; random guessing gives {guess:.2f}: the weights are broken"
-        return Finding("initial-loss-implausible", "warning", metrics.step, words, numbers)
+        return HealthFinding("initial-loss-implausible", "warning", metrics.step, words, numbers)
     if metrics.loss > _NOTE_ABOVE * guess:
         words = f"the first loss is {metrics.loss:,.2f}, above the {guess:.2f} of random guessing"
-        return Finding("initial-loss-high", "note", metrics.step, words, numbers)
+        return HealthFinding("initial-loss-high", "note", metrics.step, words, numbers)
     return None
 
 
-def no_gradient(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def no_gradient(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find gradients that are exactly zero, so that nothing is trained."""
     if metrics.grad_norm != 0.0 or metrics.supervised_tokens == 0 or metrics.loss == 0.0:
         return None
@@ -243,10 +245,10 @@ def no_gradient(metrics: StepMetrics, history: History, about: RunContext) -> Fi
     if in_a_row != _ZERO_STEPS:
         return None
     words = f"the gradient was exactly 0 in {in_a_row} steps in a row: nothing is being trained"
-    return Finding("zero-grad-no-learning", "fault", metrics.step, words, {"grad_norm": 0.0, "steps": in_a_row})
+    return HealthFinding("zero-grad-no-learning", "fault", metrics.step, words, {"grad_norm": 0.0, "steps": in_a_row})
 
 
-def spike(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def spike(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find a spike: an update that was skipped because its gradient norm was above the limit."""
     norm, limit = metrics.grad_norm, metrics.norm_limit
     if norm is None or limit is None or not math.isfinite(norm) or norm <= limit:
@@ -254,10 +256,10 @@ def spike(metrics: StepMetrics, history: History, about: RunContext) -> Finding 
     usual = median(history.norms())
     words = f"the gradient norm jumped from about {usual:.3g} to {norm:.3g}"
     numbers = {"grad_norm": norm, "usual": usual, "limit": limit, "loss": metrics.loss}
-    return Finding("loss-spike", "warning", metrics.step, words, numbers)
+    return HealthFinding("loss-spike", "warning", metrics.step, words, numbers)
 
 
-def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def divergence(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find divergence: a loss that rose and stays high."""
     if metrics.loss is None or not metrics.is_ordinary:
         return None
@@ -277,7 +279,7 @@ def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Fin
         return None
     words = f"the loss rose from {low:.3g} at step {low_step} to {now:.3g} and stays there"
     numbers = {"low": low, "low_step": low_step, "now": now, "learning_rate": metrics.learning_rate}
-    return Finding("lr-too-high", "fault", metrics.step, words, numbers)
+    return HealthFinding("lr-too-high", "fault", metrics.step, words, numbers)
 
 
 def is_far_above(now: float, low: float, about: RunContext) -> bool:
@@ -291,16 +293,16 @@ def _spread(values: list[float]) -> float:
     return 1.4826 * median(abs(value - middle) for value in values)
 
 
-def held_out_not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def held_out_not_finite(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find a NaN or infinite held-out loss."""
     loss = metrics.held_out_loss
     if loss is None or math.isfinite(loss):
         return None
     words = "the held-out loss is not finite: a weight, or a value computed from those rows, is NaN or infinite"
-    return Finding("nan-gradients", "warning", metrics.step, words, {"held_out_loss": loss})
+    return HealthFinding("nan-gradients", "warning", metrics.step, words, {"held_out_loss": loss})
 
 
-def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find overfitting: a held-out loss that keeps rising while the training loss does not."""
     now = metrics.held_out_loss
     if now is None or len(history.held_out) < 2 or not math.isfinite(now):
@@ -317,10 +319,10 @@ def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> F
     if before and after and median(after) >= median(before[-RECENT:]):
         return None
     words = f"the held-out loss rose from {low:.3g} to {now:.3g}: the model memorises the training rows"
-    return Finding("overfitting", "warning", metrics.step, words, {"low": low, "low_step": low_step, "now": now})
+    return HealthFinding("overfitting", "warning", metrics.step, words, {"low": low, "low_step": low_step, "now": now})
 
 
-def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find steps that stay slow while GPU memory is full, because the driver spills to host memory."""
     if about.device_bytes is None or metrics.memory_bytes is None or metrics.memory_bytes < 0.95 * about.device_bytes:
         return None
@@ -329,19 +331,19 @@ def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> F
         return None
     words = f"steps became {factor:.1f} times slower with full GPU memory: the driver moves data to host memory"
     numbers = {"factor": round(factor, 2), "memory_bytes": metrics.memory_bytes, "device_bytes": about.device_bytes}
-    return Finding("memory-spill", "warning", metrics.step, words, numbers)
+    return HealthFinding("memory-spill", "warning", metrics.step, words, numbers)
 
 
-def slow(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def slow(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find a lasting drop in speed. It is only a note, because another program may be the cause."""
     factor = _slowdown(metrics, history)
     if factor is None:
         return None
     words = f"steps became {factor:.1f} times slower than they were"
-    return Finding("throughput-cliff", "note", metrics.step, words, {"factor": round(factor, 2)})
+    return HealthFinding("throughput-cliff", "note", metrics.step, words, {"factor": round(factor, 2)})
 
 
-def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) -> HealthFinding | None:
     """Find single steps that take many times as long as the others, at regular intervals."""
     paces = [(r.step, pace) for r in [*history.recent, metrics] if (pace := _pace(r)) is not None]
     if len(paces) < 2 * ARMED_AFTER:
@@ -352,7 +354,9 @@ def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) 
     if len(gaps) < 3 or max(gaps) > min(gaps) + 1 or min(gaps) < 3:
         return None
     words = f"every {round(median(gaps))} steps, one takes over {_CYCLE_FACTOR:.0f} times as long as the others"
-    return Finding("slow-fast-cycles", "note", metrics.step, words, {"every": median(gaps), "steps": slow_steps[-4:]})
+    return HealthFinding(
+        "slow-fast-cycles", "note", metrics.step, words, {"every": median(gaps), "steps": slow_steps[-4:]}
+    )
 
 
 _RULES: tuple[Rule, ...] = (not_finite, pinned_at_zero, first_loss, no_gradient, spike)
@@ -409,7 +413,7 @@ class HealthMonitor:
         self.about = about
         self.history = History()
 
-    def observe(self, metrics: StepMetrics) -> list[Finding]:
+    def observe(self, metrics: StepMetrics) -> list[HealthFinding]:
         """Add a step and return its findings, the most severe first."""
         if metrics.supervised_tokens == 0:
             return []  # all documents of the step are left out, so it has no metrics

@@ -24,7 +24,7 @@ _MOST_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Probe:
+class PackingCheck:
     """The largest relative logit differences: packed against alone, and our attention against transformers'."""
 
     packed_from_alone: float
@@ -33,7 +33,7 @@ class Probe:
     longest: int
 
 
-def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe:
+def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> PackingCheck:
     """Compare packed with single documents, and our attention with transformers'. Raise UserError if they differ."""
     learner.model.eval()
     parts = _parts(learner, documents)
@@ -55,7 +55,7 @@ def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe
             ) from error
         with stock_attention(learner.model):
             stock = [_stock_logits(learner, part) for part in parts]
-    probe = Probe(
+    probe = PackingCheck(
         packed_from_alone=max(distance(a, b) for a, b in zip(packed, alone, strict=True)),
         alone_from_stock=max(distance(a, b) for a, b in zip(alone, stock, strict=True)),
         num_documents=len(parts),
