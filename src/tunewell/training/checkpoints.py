@@ -132,7 +132,8 @@ class Checkpoints:
         self._num_missed = 0
         self._whole: set[int] = set()
         self._pinned = PinnedMemory()
-        self._held_before: int | None = None
+        self.held_before = 0
+        """The newest checkpoint at or before this step is kept, for a run that rewinds because its loss diverges."""
         self._reported: set[str] = set()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future[None] | None = None
@@ -160,10 +161,6 @@ class Checkpoints:
     def is_writing(self) -> bool:
         """Whether a large checkpoint is being written, so that the next save would wait for it."""
         return self._is_large and self._pending is not None and not self._pending.done()
-
-    def hold_before(self, step: int) -> None:
-        """Keep the newest checkpoint at or before this step, so that the run can rewind to it if the loss diverges."""
-        self._held_before = step
 
     def wait(self) -> None:
         """Wait until the pending save is on disk or has failed."""
@@ -254,8 +251,7 @@ class Checkpoints:
         """Remove old checkpoints once the newest is complete."""
         num_whole = 0
         steps = saved_steps(self.folder)
-        before = self._held_before
-        held = None if before is None else next((step for step in steps if step <= before), None)
+        held = next((step for step in steps if step <= self.held_before), None)
         for step in steps:
             if step <= newest and num_whole < self._keep:
                 num_whole += self._is_whole(step)  # damaged ones do not count towards `keep`

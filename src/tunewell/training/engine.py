@@ -85,7 +85,7 @@ class _Loop:
                         return _stopped(stop)
                 is_over = self.is_interrupted or self.healer.stop is not None or not self.has_steps_left()
                 if is_saving or is_best or is_over:
-                    run.checkpoints.hold_before(self.healer.monitor.history.low_step)
+                    run.checkpoints.held_before = self.healer.monitor.history.low_step
                     self.save(is_best=is_best, wait=is_over)
                     self.log.restart_clock()
                 if self.healer.stop:
@@ -101,13 +101,14 @@ class _Loop:
 
     def what_is_due(self) -> tuple[bool, bool]:
         """Return whether to evaluate and whether to save after this step."""
-        step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
-        if 0 in (step % self.run.plan.evaluate_every.value, step % self.run.plan.save_every.value):
+        run, step = self.run, self.run.progress.step
+        is_last = step == self.plan.num_steps.value
+        if 0 in (step % run.plan.evaluate_every.value, step % run.plan.save_every.value):
             self.log.flush()  # the last step's time and metrics, which arrive late on CUDA
-            limit_evaluations(self.run)
-            limit_saves(self.run)
-        is_evaluating = is_last or step % self.run.plan.evaluate_every.value == 0
-        is_saving = is_last or step % self.run.plan.save_every.value == 0
+            limit_evaluations(run)
+            limit_saves(run)
+        is_evaluating = is_last or step % run.plan.evaluate_every.value == 0
+        is_saving = is_last or step % run.plan.save_every.value == 0
         return is_evaluating and not self.is_interrupted, is_saving or self.is_interrupted
 
     def take_step(self) -> None:
@@ -127,15 +128,8 @@ class _Loop:
         )
         limit = healer.norm_limit()
         compiler, planned = self.compiler, plan.micro_batch_tokens.value
-        ladder = OomLadder(
-            run.learner,
-            run.order.lengths,
-            run.healing.limits,
-            compiler.budget(run.learner, planned) if compiler else planned,
-            report=healer.memory_reporter(step.number + 1),
-            is_on=run.config.healing.on,
-            is_always_recomputing=run.config.train.recompute != "off",
-        )
+        planned = compiler.budget(run.learner, planned) if compiler else planned
+        ladder = OomLadder(run, planned, healer.memory_reporter(step.number + 1))
         while True:
             # One document of a compiled shape is reserved for padding.
             max_documents = run.learner.shape.documents - 1 if run.learner.shape else None
@@ -194,8 +188,8 @@ class _Loop:
         with run.learner.phases("save"):
             run.events.sync()
             run.checkpoints.save(state_of(run), is_best=is_best)
-        with run.learner.phases("save_wait"):
-            if wait:
+        if wait:
+            with run.learner.phases("save_wait"):
                 run.checkpoints.wait()
         run.seconds["save"] += time.perf_counter() - started
 

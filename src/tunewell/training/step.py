@@ -179,7 +179,8 @@ class TrainableModel(PackedModel):
             loss_sum = self.accumulate_gradients(batches, number=number, num_supervised=num_supervised)
         with self.sharing_out_of_memory():
             with self.phases("reduce"):
-                self._all_reduce(loss_sum)
+                if self.world.size > 1:
+                    self.world.all_reduce([loss_sum, *self.optimizer.gradients(is_complete=True).values()])
             with self.hooks.around_update(number, self.optimizer.gradients()), self.phases("optimizer"):
                 self.optimizer.prepare()
         self.heartbeat()
@@ -270,10 +271,6 @@ class TrainableModel(PackedModel):
         if self.world.any(message is not None):
             self.drop_gradients()
             raise OutOfMemory(message or "in another process") from None
-
-    def _all_reduce(self, loss_sum: Tensor) -> None:
-        if self.world.size > 1:
-            self.world.all_reduce([loss_sum, *self.optimizer.gradients(is_complete=True).values()])
 
     def _copy_to_host(self, values: Tensor) -> StepResult:
         """Start copying the metrics to the host without waiting for them."""
