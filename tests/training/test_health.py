@@ -135,7 +135,7 @@ def test_a_loss_that_leaves_and_stays_away_has_diverged() -> None:
     assert names(found) == ["lr-too-high"] and found[0].step < 54
     assert found[0].numbers["low_step"] <= 41 and "stays there" in found[0].words
     monitor.rewind(20)
-    assert monitor.history.recent[-1].step == 20
+    assert monitor.recent[-1].step == 20
 
 
 def test_one_hard_batch_is_no_divergence() -> None:

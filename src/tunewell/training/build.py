@@ -49,21 +49,27 @@ from tunewell.training.run import Run
 from tunewell.training.step import StepHooks, TrainableModel
 
 _IDENTITY = (
-    *("precision", "attention", "method", "learning_rate", "schedule", "warmup_steps", "num_steps"),
-    *("batch_tokens", "batch_documents", "micro_batch_tokens"),
+    "precision",
+    "attention",
+    "method",
+    "learning_rate",
+    "schedule",
+    "warmup_steps",
+    "num_steps",
+    "batch_tokens",
+    "batch_documents",
+    "micro_batch_tokens",
 )
 """Values of the plan that must not change on resume."""
 _OPTIMIZER = (
-    *(
-        "optimizer",
-        "masters",
-        "min_rate_share",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-    ),
+    "optimizer",
+    "masters",
+    "min_rate_share",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
 )
 
 
@@ -72,13 +78,11 @@ def _own_settings(optimizer: str) -> list[str]:
     return [name for name in Train.model_fields if name.startswith(f"{optimizer}_")]
 
 
-CHANGE_NAMES = frozenset(
-    (
-        *("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER),
-        *(setting for optimizer in OPTIMIZERS.names() for setting in _own_settings(optimizer)),
-        *MethodSettings.model_fields,
-    )
-) - {"kind"}
+CHANGE_NAMES = {
+    *("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER),
+    *(setting for optimizer in OPTIMIZERS.names() for setting in _own_settings(optimizer)),
+    *MethodSettings.model_fields,
+} - {"kind"}
 """Every name that `--allow-change` accepts."""
 
 
@@ -245,9 +249,9 @@ def require_same_settings(parts: RunInputs, run: Run) -> None:
     config, plan = parts.config, parts.plan
     # Settings are compared first: derived values may differ too, but the user has to fix the setting.
     mine: dict[str, Any] = {"seed": plan.seed}
-    mine |= {f"train.{name}": value for name, value in config.train.model_dump(exclude={"threads"}).items()}
-    for section in ("evaluate", "checkpoints", "healing"):
-        mine |= {f"{section}.{name}": value for name, value in getattr(config, section).model_dump().items()}
+    for section in ("train", "evaluate", "checkpoints", "healing"):
+        values = getattr(config, section).model_dump(exclude={"threads"})
+        mine |= {f"{section}.{name}": value for name, value in values.items()}
     mine |= {name: value for name, value in run.identity.items() if name not in ("model", "attention")}
     mine |= {"compile": plan.compile.value, "evaluate_every": plan.evaluate_every.value}
     first = parts.world.broadcast(mine)

@@ -85,7 +85,7 @@ class _Loop:
                         return _stopped(stop)
                 is_over = self.is_interrupted or self.healer.stop is not None or not self.has_steps_left()
                 if is_saving or is_best or is_over:
-                    run.checkpoints.held_before = self.healer.monitor.history.low_step
+                    run.checkpoints.held_before = self.healer.monitor.low_step
                     self.save(is_best=is_best, wait=is_over)
                     self.log.restart_clock()
                 if self.healer.stop:

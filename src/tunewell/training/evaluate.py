@@ -147,7 +147,7 @@ def evaluate(run: Run, healer: Healer) -> bool:
     if math.isfinite(found.loss):  # a NaN does not count towards `evaluate.patience`
         progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
     seconds = time.perf_counter() - started
-    num_faulty, history = _num_faulty(samples), healer.monitor.history
+    num_faulty, history = _num_faulty(samples), healer.monitor
     are_degenerate = history.are_most_faulty(num_faulty, len(samples)) if len(samples) >= _MIN_JUDGED else None
     event = Evaluated(
         progress.step,

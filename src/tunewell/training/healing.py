@@ -36,6 +36,7 @@ _FAULT_WORDS: dict[Fault, str] = {
     "loops": "loop",
     "echo": "repeat the question",
 }
+_UNKNOWN = Cause(None)
 _FEW_DOCUMENTS = 8
 """Number of documents that may be left out of any corpus, however small."""
 
@@ -94,7 +95,7 @@ class Healer:
             self.monitor.remember(_metrics(event))
         for event in past_events(self._run, kind="held_out", until=until):
             self.monitor.remember(StepMetrics(event["step"], held_out_loss=event["loss"]))
-            self.monitor.history.add_answers(event["step"], event.get("are_degenerate"), event.get("num_faulty", 0))
+            self.monitor.add_answers(event["step"], event.get("are_degenerate"), event.get("num_faulty", 0))
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Check the loss and the sample answers of an evaluation."""
@@ -118,7 +119,7 @@ class Healer:
         The step rules need many steps, and they do not know the loss before training if the first updates destroyed
         the model. The held-out rows are always the same, so that two evaluations are enough.
         """
-        history, about = self.monitor.history, self._run.about
+        history, about = self.monitor, self._run.about
         (first_step, first), *later = history.held_out
         needed = 1 if event.step == self._run.plan.num_steps.value else 2
         is_above = len(later) >= needed and all(is_far_above(loss, first, about) for _, loss in later[-needed:])
@@ -132,7 +133,7 @@ class Healer:
 
     def conclude(self) -> str:
         """Report a loss that rose or stayed flat over the whole run. Return a short description, or "" if it fell."""
-        history, step, losses = self.monitor.history, self._run.progress.step, self._held_out_losses()
+        history, step, losses = self.monitor, self._run.progress.step, self._held_out_losses()
         if len(losses) > 1 and losses[-1] > (1 + _MIN_RISE) * losses[0] and not history.has_learned():
             if "lr-too-high" not in history.reported:
                 words = f"the held-out loss ended at {losses[-1]:.3g}, above {losses[0]:.3g} before training"
@@ -143,7 +144,7 @@ class Healer:
 
     def _held_out_losses(self) -> list[float]:
         """Return the held-out losses, that of the base model first; an empty list if that one is not known."""
-        found = [(step, loss) for step, loss in self.monitor.history.held_out if math.isfinite(loss)]
+        found = [(step, loss) for step, loss in self.monitor.held_out if math.isfinite(loss)]
         return [loss for _, loss in found] if found and found[0][0] == 0 else []
 
     def _is_flat_due(self, step: int) -> bool:
@@ -154,7 +155,7 @@ class Healer:
 
     def _check_flat(self, step: int) -> str:
         """Report a loss that has not fallen since the start, once. Return a short description, or "" if it fell."""
-        history, run = self.monitor.history, self._run
+        history, run = self.monitor, self._run
         name, losses = "held-out", self._held_out_losses()
         if len(losses) > 1:
             limit = _VERY_FLAT if history.has_learned() else _FLAT
@@ -180,7 +181,7 @@ class Healer:
 
     def _degenerate_answers(self, event: Evaluated) -> HealthFinding | None:
         """Return a finding if most samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
-        history = self.monitor.history
+        history = self.monitor
         history.add_answers(event.step, event.are_degenerate, event.num_faulty)
         if not event.are_degenerate or len(history.degenerate) != _DEGENERATE_IN_A_ROW:
             return None
@@ -205,7 +206,7 @@ class Healer:
         return None
 
     def _apply(self, findings: list[HealthFinding], record: StepRecord) -> "Stop | Rewind | None":
-        worst = findings[0]
+        run, worst = self._run, findings[0]
         if (worst.step, worst.name) in self._repeated:
             return None  # already skipped before the resume; its remedy is in force
         worst.numbers["step_documents"] = [int(document) for document in record.step.documents[:_NAMED_DOCUMENTS]]
@@ -228,7 +229,9 @@ class Healer:
                 cause = cause if is_quarantining else Cause(cause.tensor)
                 self._skip(finding, cause, record, is_explained=is_explained and bool(cause.documents))
             case Split(finding):
-                self._split(finding)
+                half = max(1, run.healing.limits.cap(run.plan.micro_batch_tokens.value) // 2)
+                words = f"{finding.words}; from now on, {count(half)} tokens are computed at once"
+                self._report(finding, "split", words, micro_batch_tokens=half)
             case Rewind():
                 self._rewind(action, cause, record)
                 return action
@@ -239,7 +242,7 @@ class Healer:
 
     def _find_cause(self, worst: HealthFinding, record: StepRecord) -> Cause:
         """Recompute a step on rank 0 if it was not finite, and return the cause on all ranks."""
-        run, cause = self._run, Cause(None)
+        run, cause = self._run, _UNKNOWN
         numbers = (worst.numbers.get(name) for name in ("loss", "grad_norm"))
         if all(not isinstance(number, float) or math.isfinite(number) for number in numbers):
             return cause
@@ -263,12 +266,6 @@ class Healer:
         words = f"{finding.words}{_where(cause)}: the update was skipped{again}{who}"
         since = self._run.progress.step
         self._report(finding, "skip", words, cause=cause, since=since, is_explained=is_explained)
-
-    def _split(self, finding: HealthFinding) -> None:
-        run = self._run
-        half = max(1, run.healing.limits.cap(run.plan.micro_batch_tokens.value) // 2)
-        words = f"{finding.words}; from now on, {count(half)} tokens are computed at once"
-        self._report(finding, "split", words, micro_batch_tokens=half)
 
     def _rewind(self, action: Rewind, cause: Cause, record: StepRecord) -> None:
         run = self._run
@@ -325,9 +322,8 @@ class Healer:
         return report
 
     def _report(
-        self, finding: HealthFinding, action: ActionName, words: str, *, cause: Cause | None = None, **values: Any
+        self, finding: HealthFinding, action: ActionName, words: str, *, cause: Cause = _UNKNOWN, **values: Any
     ) -> None:
-        cause = cause or Cause(None)
         rows = [self._run.name_of(document) for document in cause.documents[:_NAMED_DOCUMENTS]]
         entry = HealingEntry(
             finding.step,
@@ -346,10 +342,8 @@ class Healer:
             return  # reported before the resume
         self._reported.add((entry.step, entry.name))
         self._run.healing.add(entry)
-        if finding.severity != "note" or action != "none":
-            self._run.listener(Healed(entry))
-        else:
-            self._run.listener(Note(f"step {count(entry.step)}: {words}"))
+        is_note = finding.severity == "note" and action == "none"
+        self._run.listener(Note(f"step {count(entry.step)}: {words}") if is_note else Healed(entry))
 
 
 def _metrics(event: dict[str, Any]) -> StepMetrics:

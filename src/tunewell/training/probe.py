@@ -40,7 +40,7 @@ def take_probe_steps(run: Run, corpus: Corpus, request: dict[str, Any], deadline
     eager = _measure_uncompiled(run, size, deadline)
     if eager is None:
         raise UserError("out of memory: a step with the planned micro-batch does not fit")
-    report["eager"] = eager | {"context_bytes": _context_bytes(run, request)}
+    report["eager"] = eager | {"context_bytes": _context_bytes(run, request["used_bytes"])}
     if kind == "cuda" and mode == "on":
         report["compiled"] = measure_size(run, size, "on", _COMPILED_STEPS)
     report["largest"] = _take_largest(run, size, known_tokens=eager["micro_tokens"])
@@ -76,11 +76,10 @@ def _measure_uncompiled(run: Run, size: int, deadline: float) -> dict[str, Any] 
     first = measure_size(run, size, "off", _STEPS.get(kind, 1))
     if first is None:
         return None
-    found, possible = first, 0
+    found = first
     if kind == "cpu":
         possible = int(min(0.5 * (deadline - time.perf_counter()) / max(first["seconds"], 1e-9), _MAX_CPU_STEPS))
-    if possible >= 2:
-        found = measure_size(run, size, "off", possible)
+        found = measure_size(run, size, "off", possible) if possible >= 2 else first
     return found and found | {"warm_up": max(0.0, first["first_seconds"] - first["first_tokens"] / found["rate"])}
 
 
@@ -130,14 +129,11 @@ def _peaks(device: torch.device) -> dict[str, int]:
 
 def _largest_group(run: Run, micro_tokens: int, steps: Any) -> tuple[Any, int]:
     """Return the documents of the largest micro-batch among some steps, and its tokens."""
-    best: Any = None
-    most = 0
-    for number in steps:
-        for group in micro_batches(run.order.step(number).documents, run.order.lengths, micro_tokens):
-            tokens = int(run.order.lengths[group].sum())
-            if tokens > most:
-                best, most = group, tokens
-    return best, most
+    steps_documents = [run.order.step(number).documents for number in steps]
+    lengths = run.order.lengths
+    groups = [group for documents in steps_documents for group in micro_batches(documents, lengths, micro_tokens)]
+    largest = max(groups, key=lambda group: int(lengths[group].sum()))
+    return largest, int(lengths[largest].sum())
 
 
 def _take_largest(run: Run, micro_tokens: int, *, known_tokens: int) -> dict[str, Any]:
@@ -180,10 +176,10 @@ def _forward(run: Run, corpus: Corpus) -> dict[str, Any]:
     return found
 
 
-def _context_bytes(run: Run, request: dict[str, Any]) -> int | None:
-    """Return the memory of this process on the GPU outside torch's allocator; None if it is not known."""
-    device, before = run.learner.device, request.get("used_bytes")
-    if device.type != "cuda" or before is None:
+def _context_bytes(run: Run, before: int | None) -> int | None:
+    """Return the memory of this process on the GPU outside torch's allocator. `before`: used when it was started."""
+    device = run.learner.device
+    if before is None:  # not a GPU, or its memory is not known
         return None
     free, total = torch.cuda.mem_get_info(device)
     return total - free - before - torch.cuda.memory_reserved(device)

@@ -241,7 +241,7 @@ class TrainableModel(PackedModel):
         else:
             self.model.gradient_checkpointing_disable()
 
-    def change(self, *, precision: str | None, device: str | None) -> None:
+    def change(self, *, precision: str | None = None, device: str | None = None) -> None:
         """Switch to fp32 or to another device, with the same weights and optimizer state."""
         self.uncompile()
         self.may_compile = False

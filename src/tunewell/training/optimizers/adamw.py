@@ -36,10 +36,10 @@ class AdamW(Optimizer):
         self._weight_decay = settings.weight_decay
         groups = [
             {
-                "params": [own for name, own in parameters.items() if (name in self._matrices) == decays],
+                "params": [own for name, own in parameters.items() if (name in self._matrices) == is_matrix],
                 "weight_decay": decay,
             }
-            for decays, decay in ((True, settings.weight_decay), (False, 0.0))
+            for is_matrix, decay in ((True, settings.weight_decay), (False, 0.0))
         ]
         self.torch_optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
