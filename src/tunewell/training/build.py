@@ -101,7 +101,7 @@ class RunInputs:
     listener: Listener
     allow_pickle: bool = False
     hooks: StepHooks = field(default_factory=StepHooks)
-    heartbeat: Callable[[], None] | None = None
+    heartbeat: Callable[[], None] = lambda: None
 
     @property
     def config(self) -> Config:
@@ -153,9 +153,8 @@ def build_run(parts: RunInputs) -> Run:
         head=head_shape(model),
         world=parts.world,
         hooks=parts.hooks,
+        heartbeat=parts.heartbeat,
     )
-    if parts.heartbeat is not None:
-        learner.heartbeat = parts.heartbeat
     if config.train.recompute != "off":
         learner.recompute(config.train.recompute)
     documents = parts.hooks.documents(parts.corpus)
@@ -167,7 +166,7 @@ def build_run(parts: RunInputs) -> Run:
         learner=learner,
         order=parts.order,
         documents=ReadAhead(documents) if config.train.read_ahead else documents,
-        held_out=parts.corpus.held_out,
+        held_out=held_out,
         checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note),
         events=EventLog(folder / "events.jsonl", on_trouble=note),
         samples=samples,
@@ -296,16 +295,12 @@ def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> C
     stops = corpus_stop_ids(tokenizer, parts.corpus.manifest)
     evaluate = parts.config.evaluate
     spell = partial(tokenizer.backend.decode, skip_special_tokens=False)
-    text = tokenizer.chat_template
-    template = ChatTemplate(text, special_tokens=tokenizer.special_tokens) if text else None
+    question_in = str.strip
+    if template := tokenizer.chat_template:
+        question_in = ChatTemplate(template, special_tokens=tokenizer.special_tokens).question_in
 
     def sample(step: int, batch_tokens: int) -> list[Sample]:
-        questions = questions_of(
-            parts.corpus.held_out,
-            number=evaluate.samples,
-            spell=spell,
-            question_in=template.question_in if template else str.strip,
-        )
+        questions = questions_of(parts.corpus.held_out, number=evaluate.samples, spell=spell, question_in=question_in)
         if not questions:
             return []
         prompts = [question.ids for question in questions]

@@ -10,7 +10,7 @@ from tunewell.core.units import count
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.data.read_ahead import ReadAhead
 from tunewell.machine.out_of_memory import OutOfMemory
-from tunewell.training.compile import make_compiler
+from tunewell.training.compile import Compiler, make_compiler
 from tunewell.training.evaluate import evaluate, is_evaluation_due, limit_evaluations, limit_saves
 from tunewell.training.events import Note, StepTaken
 from tunewell.training.healing import Healer
@@ -70,7 +70,8 @@ class _Loop:
                 except OutOfMemory as error:
                     return Ending("stopped", str(error), EXIT_STOPPED, advice=_memory_advice(run))
                 with run.learner.phases("health"):
-                    self.compile_if_due()
+                    if self.compiler and self.compiler.is_due(run.learner, step=run.progress.step):
+                        self.compile(self.compiler)
                     self.is_interrupted = run.learner.world.any(self.signals.asked is not None)
                     is_evaluating, is_saving = self.what_is_due()
                     if is_evaluating or is_saving:
@@ -157,13 +158,12 @@ class _Loop:
             self.compiler.on_step(self.run.learner, event)
         self.healer.on_step(record, event)
 
-    def compile_if_due(self) -> None:
-        learner = self.run.learner
-        if self.compiler and self.compiler.is_due(learner, step=self.run.progress.step):
-            self.log.flush()
-            budget = self.run.healing.limits.cap(self.plan.micro_batch_tokens.value)
-            self.run.listener(Note(self.compiler.run(learner, self.run.order, budget=budget)))
-            self.slow_step.start("compiling")
+    def compile(self, compiler: Compiler) -> None:
+        run = self.run
+        self.log.flush()
+        budget = run.healing.limits.cap(self.plan.micro_batch_tokens.value)
+        run.listener(Note(compiler.run(run.learner, run.order, budget=budget)))
+        self.slow_step.start("compiling")
 
     def evaluate(self) -> bool:
         """Evaluate on the held-out rows, and return True if this is the best evaluation so far."""
@@ -209,18 +209,11 @@ class StepLog:
         self._num_computed = run.learner.num_computed
 
     def add(self, record: StepRecord) -> None:
-        """Add a step, and log the previous one."""
-        before, self._late = self._late, record
-        if before is not None:
-            self._write(before)
+        """Log the previous step, and this one if its metrics have arrived."""
+        self.flush()
+        self._late = record
         if record.result.arrived is None:
             self.flush()
-
-    def flush(self) -> None:
-        """Wait for the metrics of the last step and log them."""
-        if self._late is not None:
-            late, self._late = self._late, None
-            self._write(late)
 
     def discard(self) -> None:
         """Discard the last step, because the run was rewound to an earlier step."""
@@ -231,8 +224,12 @@ class StepLog:
         """Restart timing, so that the time since the last step is not counted as part of the next one."""
         self._clock = time.perf_counter()
 
-    def _write(self, record: StepRecord) -> None:
-        learner = self._run.learner
+    def flush(self) -> None:
+        """Wait for the metrics of the last step, log them and check them."""
+        record, learner = self._late, self._run.learner
+        if record is None:
+            return
+        self._late = None
         with learner.phases("wait"):
             loss, norm, was_skipped, scale = record.result.read()
         now = time.perf_counter()

@@ -149,9 +149,11 @@ class Healer:
 
     def _is_flat_due(self, step: int) -> bool:
         """Return whether enough of the run is over to call its loss flat before its end."""
-        plan, found = self._run.plan, len(self._held_out_losses())
-        is_clear = found > _MIN_EVALUATIONS if found else 2 * step >= plan.num_steps.value
-        return is_clear and step % plan.evaluate_every.value == 0 and step >= 2 * plan.warmup_steps.value
+        plan = self._run.plan
+        if step % plan.evaluate_every.value or step < 2 * plan.warmup_steps.value:
+            return False
+        found = len(self._held_out_losses())
+        return found > _MIN_EVALUATIONS if found else 2 * step >= plan.num_steps.value
 
     def _check_flat(self, step: int) -> str:
         """Report a loss that has not fallen since the start, once. Return a short description, or "" if it fell."""

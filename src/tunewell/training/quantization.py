@@ -87,9 +87,9 @@ def _measure(model: PreTrainedModel, parts: "RunInputs") -> float:
     documents: TokenizedDocuments = held_out if len(held_out) else parts.corpus
     lengths = np.asarray(documents.index["length"], dtype=np.int64)
     number = max(1, int(_MEASURED_TOKENS.get(parts.plan.device.value.partition(":")[0], 4_096) / lengths.mean()))
-    packed = PackedModel(model, parts.plan.precision.value, int(lengths.max()), head=head_shape(model))
-    if parts.heartbeat is not None:
-        packed.heartbeat = parts.heartbeat
+    packed = PackedModel(
+        model, parts.plan.precision.value, int(lengths.max()), head=head_shape(model), heartbeat=parts.heartbeat
+    )
     # Not more at once than in a step: an adapter on a quantised base often has just enough memory for its steps.
     batch_tokens = min(_BATCH_TOKENS, parts.plan.micro_batch_tokens.value)
     return measure_losses(packed, documents, most=number, batch_tokens=batch_tokens).mean()
