@@ -17,12 +17,11 @@ from tunewell.records.checkpoint import saved_steps
 from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.plan import Plan
 from tunewell.records.rundir import Status
-from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.checkpoints import Checkpoints, State, load_state
 from tunewell.training.events import Listener, Rewound, Sample, send_notes
 from tunewell.training.find_checkpoints import OPTIMIZER, find_newest
 from tunewell.training.health import RunContext
 from tunewell.training.recovery import HealingState
-from tunewell.training.saved_checkpoints import State, load_state
 from tunewell.training.step import TrainableModel
 
 
