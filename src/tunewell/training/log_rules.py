@@ -101,10 +101,10 @@ def rise(log: Sequence[StepMetrics]) -> HealthFinding | None:
     base = _base(lines, at)
     if _is_hard_batch(lines, at, base):
         return None
-    peak = max(line.loss for line in lines[at:])
     # Start at the lowest line before the jump, because a high learning rate raises the loss over several lines.
     low = min(range(max(0, at - WINDOW), at), key=lambda index: lines[index].loss)
     top = max(range(at, len(lines)), key=lambda index: lines[index].loss)
+    peak = lines[top].loss
     strides = [lines[index + 1].loss - lines[index].loss for index in range(low, top)]
     is_one_stride = max(strides) >= _ONE_STEP * sum(strides)
     away = sum(1 for line in lines[at:] if line.loss > (base + peak) / 2)
@@ -124,7 +124,11 @@ def _loss_lines(log: Sequence[StepMetrics]) -> list[_Line]:
 
 
 def _base(lines: Sequence[_Line], at: int) -> float:
-    return median(line.loss for line in lines[max(0, at - WINDOW) : at])
+    return median(line.loss for line in _before(lines, at))
+
+
+def _before(lines: Sequence[_Line], at: int) -> Sequence[_Line]:
+    return lines[max(0, at - WINDOW) : at]
 
 
 def _is_jump(lines: Sequence[_Line], at: int) -> bool:
@@ -135,14 +139,14 @@ def _is_jump(lines: Sequence[_Line], at: int) -> bool:
         return True
     if loss < _JUMP_FACTOR * base or loss < base + _JUMP_NATS:
         return False
-    before = [math.log(line.loss / base) for line in lines[max(0, at - WINDOW) : at]]
+    before = [math.log(line.loss / base) for line in _before(lines, at)]
     spread = 1.4826 * median(abs(value) for value in before) if len(before) >= _KNOWN_SPREAD else 0.0
     return math.log(loss / base) >= _SPREADS * spread
 
 
 def _norm_factor(lines: Sequence[_Line], at: int) -> float | None:
     """Return the gradient norm of a line divided by the median norm before it, or None if the log has no norms."""
-    usual = [line.norm for line in lines[max(0, at - WINDOW) : at] if line.norm and math.isfinite(line.norm)]
+    usual = [line.norm for line in _before(lines, at) if line.norm and math.isfinite(line.norm)]
     norm = lines[at].norm
     return norm / median(usual) if len(usual) > 1 and norm is not None and math.isfinite(norm) else None
 
@@ -186,13 +190,13 @@ def _middle(lines: Sequence[_Line]) -> float:
 
 def never_moved(log: Sequence[StepMetrics]) -> HealthFinding | None:
     """Find a log in which all gradients are zero or all losses are identical."""
-    lines_with_norm = [r for r in log if r.grad_norm is not None and r.loss != 0.0]
-    norms = [abs(r.grad_norm) for r in lines_with_norm if r.grad_norm is not None]
-    if norms and (max(norms) == 0.0 or (len(norms) > 2 and max(norms) < _NO_LENGTH)):
-        size = "exactly 0" if max(norms) == 0.0 else f"at most {max(norms):.1g}"
-        words = f"the gradient is {size} in all {len(lines_with_norm)} lines: nothing is being trained"
-        numbers = {"grad_norm": max(norms), "steps": len(lines_with_norm)}
-        return HealthFinding("zero-grad-no-learning", "fault", lines_with_norm[0].step, words, numbers)
+    norms = [(abs(r.grad_norm), r.step) for r in log if r.grad_norm is not None and r.loss != 0.0]
+    highest, _ = max(norms, default=(math.inf, 0))
+    if highest == 0.0 or (len(norms) > 2 and highest < _NO_LENGTH):
+        size = "exactly 0" if highest == 0.0 else f"at most {highest:.1g}"
+        words = f"the gradient is {size} in all {len(norms)} lines: nothing is being trained"
+        numbers = {"grad_norm": highest, "steps": len(norms)}
+        return HealthFinding("zero-grad-no-learning", "fault", norms[0][1], words, numbers)
     lines = [r for r in log if r.loss is not None]
     losses = {r.loss for r in lines}
     loss = losses.pop() if len(losses) == 1 and len({r.step for r in lines}) >= _SAME_LINES else None
