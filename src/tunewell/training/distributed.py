@@ -151,7 +151,7 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank. The result is the same on all ranks."""
-        return bool(self.max(int(flag)))
+        return flag if self.size == 1 else bool(self.max(int(flag)))
 
     def max(self, number: int) -> int:
         """Return the maximum of a number over all ranks."""

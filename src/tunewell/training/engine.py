@@ -1,7 +1,7 @@
 """The training loop: take steps, evaluate, save checkpoints, and recover from bad steps."""
 
+import math
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -36,12 +36,14 @@ def train(run: Run, *, handle_signals: bool = True) -> Ending:
 
 
 class _Loop:
-    """The state of the training loop, including whether a signal has interrupted the run."""
+    """The state of the training loop. It logs one event per step."""
 
     def __init__(self, run: Run, signals: Signals) -> None:
         self.run, self.plan, self.signals = run, run.plan, signals
         self.healer = Healer(run)
-        self.log = StepLog(run, on_step=self.on_step)
+        self.late: StepRecord | None = None
+        """The last step, if it is not logged yet: on CUDA, its metrics arrive during the next step."""
+        self.clock, self.num_computed = time.perf_counter(), run.learner.num_computed
         self.compiler = make_compiler(run)
         self.is_interrupted = False
         self.slow_step = SlowStep(run)
@@ -61,7 +63,7 @@ class _Loop:
                     self.save(is_best=True, wait=True)
                 if self.healer.stop:
                     return _stopped(self.healer.stop)
-                self.log.restart_clock()
+                self.restart_clock()
             if self.has_steps_left():
                 self.slow_step.start()
             while self.has_steps_left():
@@ -75,12 +77,13 @@ class _Loop:
                     self.is_interrupted = run.learner.world.any(self.signals.asked is not None)
                     is_evaluating, is_saving = self.what_is_due()
                     if is_evaluating or is_saving:
-                        self.log.flush()  # check the last step before evaluating or saving it, also when interrupted
+                        self.flush()  # check the last step before evaluating or saving it, also when interrupted
                     action = self.healer.apply()
                 is_best = action is None and is_evaluating and self.evaluate()
                 match action or self.healer.apply():  # the evaluation may have found divergence
                     case Rewind():
-                        self.log.discard()
+                        self.late = None
+                        self.restart_clock()
                         continue
                     case Stop() as stop:
                         return _stopped(stop)
@@ -88,7 +91,7 @@ class _Loop:
                 if is_saving or is_best or is_over:
                     run.checkpoints.held_before = self.healer.monitor.low_step
                     self.save(is_best=is_best, wait=is_over)
-                    self.log.restart_clock()
+                    self.restart_clock()
                 if self.healer.stop:
                     return _stopped(self.healer.stop)
                 if self.is_interrupted:
@@ -105,7 +108,7 @@ class _Loop:
         run, step = self.run, self.run.progress.step
         is_last = step == self.plan.num_steps.value
         if 0 in (step % run.plan.evaluate_every.value, step % run.plan.save_every.value):
-            self.log.flush()  # the last step's time and metrics, which arrive late on CUDA
+            self.flush()  # the last step's time and metrics, which arrive late on CUDA
             limit_evaluations(run)
             limit_saves(run)
         is_evaluating = is_last or step % run.plan.evaluate_every.value == 0
@@ -127,15 +130,15 @@ class _Loop:
             schedule=plan.schedule.value,
             min_share=run.config.train.min_rate_share,
         )
-        limit = healer.norm_limit()
+        limit = healer.monitor.norm_limit() if run.config.healing.on else math.inf
         compiler, planned = self.compiler, plan.micro_batch_tokens.value
         planned = compiler.budget(run.learner, planned) if compiler else planned
-        ladder = OomLadder(run, planned, healer.memory_reporter(step.number + 1))
+        ladder = OomLadder(run, run.healing.limits.cap(planned), healer.memory_reporter(step.number + 1))
         while True:
             # One document of a compiled shape is reserved for padding.
             max_documents = run.learner.shape.documents - 1 if run.learner.shape else None
             with phases("data"):
-                groups = micro_batches(documents, run.order.lengths, ladder.micro_batch_tokens, most=max_documents)
+                groups = micro_batches(documents, run.order.lengths, ladder.tokens, most=max_documents)
                 batches = [make_batch(run.documents, group) for group in groups]
                 if isinstance(run.documents, ReadAhead):
                     run.documents.request(run.order.step(step.number + 1).documents)
@@ -150,17 +153,59 @@ class _Loop:
         run.progress.step += 1
         run.progress.tokens += tokens
         run.progress.supervised_tokens += supervised
-        self.log.add(StepRecord(step, groups, result, rate, limit, tokens, supervised))
+        self.flush()  # the previous step
+        self.late = StepRecord(step, groups, result, rate, limit, tokens, supervised)
+        if result.arrived is None:
+            self.flush()
 
-    def on_step(self, record: StepRecord, event: StepTaken) -> None:
-        self.slow_step.stop()
-        if self.compiler:
-            self.compiler.on_step(self.run.learner, event)
-        self.healer.on_step(record, event)
+    def flush(self) -> None:
+        """Wait for the metrics of the last step, log them and check them."""
+        run, learner, record = self.run, self.run.learner, self.late
+        if record is None:
+            return
+        self.late = None
+        with learner.phases("wait"):
+            loss, norm, was_skipped, scale = record.result.read()
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        run.seconds["train"] += seconds
+        run.step_seconds.append(seconds)
+        num_before, self.num_computed = self.num_computed, learner.num_computed
+        with learner.phases("log"):
+            event = StepTaken(
+                step=record.step.number + 1,
+                epoch=round(record.step.seen, 6),
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=record.rate,
+                tokens=record.tokens,
+                supervised_tokens=record.supervised_tokens,
+                documents=len(record.step.documents),
+                seconds=round(seconds, 6),
+                memory_bytes=peak_memory(learner.device),
+                batch_sha256=record.step.sha256,
+                was_skipped=was_skipped,
+                scale=scale if learner.scaler.is_on else None,
+                micro_batches=len(record.groups),
+                computed_tokens=learner.num_computed - num_before,
+                phases=learner.phases.take(),
+            )
+            if learner.world.is_first:
+                run.events.append({"kind": "step", **event.__dict__})
+            run.listener(event)
+        with learner.phases("health"):
+            self.slow_step.stop()
+            if self.compiler:
+                self.compiler.on_step(learner, event)
+            self.healer.on_step(record, event)
+
+    def restart_clock(self) -> None:
+        """Restart timing, so that the time since the last step is not counted as part of the next one."""
+        self.clock = time.perf_counter()
 
     def compile(self, compiler: Compiler) -> None:
         run = self.run
-        self.log.flush()
+        self.flush()
         budget = run.healing.limits.cap(self.plan.micro_batch_tokens.value)
         run.listener(Note(compiler.run(run.learner, run.order, budget=budget)))
         self.slow_step.start("compiling")
@@ -173,7 +218,7 @@ class _Loop:
         except Interrupted:
             self.is_interrupted = True  # the evaluation is repeated on resume
             return False
-        self.log.restart_clock()
+        self.restart_clock()
         return is_best
 
     def save(self, *, is_best: bool, wait: bool) -> None:
@@ -197,70 +242,6 @@ class _Loop:
         signal = self.signals.asked
         code = self.run.learner.world.max(self.signals.exit_code or 0)
         return Ending("interrupted", f"stopped by {signal or 'another process'}", code, signal, is_resumable=True)
-
-
-class StepLog:
-    """Logs one event per step. On CUDA, a step is logged after the next step, when its metrics have arrived."""
-
-    def __init__(self, run: Run, *, on_step: Callable[[StepRecord, StepTaken], None]) -> None:
-        self._run, self._on_step = run, on_step
-        self._late: StepRecord | None = None
-        self._clock = time.perf_counter()
-        self._num_computed = run.learner.num_computed
-
-    def add(self, record: StepRecord) -> None:
-        """Log the previous step, and this one if its metrics have arrived."""
-        self.flush()
-        self._late = record
-        if record.result.arrived is None:
-            self.flush()
-
-    def discard(self) -> None:
-        """Discard the last step, because the run was rewound to an earlier step."""
-        self._late = None
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Restart timing, so that the time since the last step is not counted as part of the next one."""
-        self._clock = time.perf_counter()
-
-    def flush(self) -> None:
-        """Wait for the metrics of the last step, log them and check them."""
-        record, learner = self._late, self._run.learner
-        if record is None:
-            return
-        self._late = None
-        with learner.phases("wait"):
-            loss, norm, was_skipped, scale = record.result.read()
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        self._run.seconds["train"] += seconds
-        self._run.step_seconds.append(seconds)
-        num_before, self._num_computed = self._num_computed, learner.num_computed
-        with learner.phases("log"):
-            event = StepTaken(
-                step=record.step.number + 1,
-                epoch=round(record.step.seen, 6),
-                loss=loss,
-                grad_norm=norm,
-                learning_rate=record.rate,
-                tokens=record.tokens,
-                supervised_tokens=record.supervised_tokens,
-                documents=len(record.step.documents),
-                seconds=round(seconds, 6),
-                memory_bytes=peak_memory(learner.device),
-                batch_sha256=record.step.sha256,
-                was_skipped=was_skipped,
-                scale=scale if learner.scaler.is_on else None,
-                micro_batches=len(record.groups),
-                computed_tokens=learner.num_computed - num_before,
-                phases=learner.phases.take(),
-            )
-            if learner.world.is_first:
-                self._run.events.append({"kind": "step", **event.__dict__})
-            self._run.listener(event)
-        with learner.phases("health"):
-            self._on_step(record, event)
 
 
 def _stopped(stop: Stop) -> Ending:

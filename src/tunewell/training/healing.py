@@ -70,10 +70,6 @@ class Healer:
         if run.healing.limits.is_recomputing:
             run.learner.recompute("on")
 
-    def norm_limit(self) -> float:
-        """Return the gradient norm above which the next update is skipped; infinite if healing is off."""
-        return self.monitor.norm_limit() if self._rules.on else math.inf
-
     def on_step(self, record: StepRecord, event: StepTaken) -> None:
         """Check the metrics of a step. Report notes at once, and queue problems for `apply`."""
         self._last_record = record

@@ -33,24 +33,16 @@ class OomLadder:
     """
 
     run: "Run"
-    planned_tokens: int
+    tokens: int
+    """Tokens per micro-batch in the next attempt."""
     report: Callable[..., None]
     """Called with an action, a message and the new permanent limits."""
-    _tokens: int | None = None
-    _with_recompute: bool = False
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens per micro-batch in the next attempt."""
-        return self._tokens or self.run.healing.limits.cap(self.planned_tokens)
+    is_split: bool = False
+    with_recompute: bool = False
 
     def attempt(self) -> AbstractContextManager[None]:
         """Return the context for an attempt. Smaller micro-batches run uncompiled, because their shapes differ."""
-        return self.run.learner.uncompiled() if self._is_smaller else nullcontext()
-
-    @property
-    def _is_smaller(self) -> bool:
-        return self._tokens is not None or self._with_recompute
+        return self.run.learner.uncompiled() if self.is_split or self.with_recompute else nullcontext()
 
     def step_down(self, groups: Sequence[np.ndarray], error: OutOfMemory) -> None:
         """Select the next remedy after a failed attempt. Raise OutOfMemory if no remedy is left."""
@@ -60,13 +52,13 @@ class OomLadder:
         if not run.config.healing.on:
             raise error
         is_always_recomputing = run.healing.limits.is_recomputing or run.config.train.recompute != "off"
-        is_recomputing = self._with_recompute or is_always_recomputing
+        is_recomputing = self.with_recompute or is_always_recomputing
         tokens = smaller(groups, lengths, is_recomputing=is_recomputing)
         if tokens is not None:
-            self._tokens = tokens
+            self.tokens, self.is_split = tokens, True
             self.report("split", f"out of memory: the step is repeated with {count(tokens)} tokens at once")
         elif not is_recomputing:
-            self._with_recompute = True
+            self.with_recompute = True
             run.learner.recompute("on")
             self.report("recompute", "out of memory: the step is repeated with gradient checkpointing")
         else:
@@ -78,21 +70,21 @@ class OomLadder:
     def finish(self) -> None:
         """Make a smaller size permanent after two steps in a row that needed it. Called after each successful step."""
         learner, limits = self.run.learner, self.run.healing.limits
-        limits.num_shrunk = limits.num_shrunk + 1 if self._is_smaller else 0
+        limits.num_shrunk = limits.num_shrunk + 1 if self.is_split or self.with_recompute else 0
         if limits.num_shrunk >= _ENOUGH:
             limits.num_shrunk = 0
-            limits.micro_batch_tokens = self._tokens or limits.micro_batch_tokens
-            limits.is_recomputing = limits.is_recomputing or self._with_recompute
+            limits.micro_batch_tokens = self.tokens if self.is_split else limits.micro_batch_tokens
+            limits.is_recomputing = limits.is_recomputing or self.with_recompute
+            tokens = limits.micro_batch_tokens or self.tokens
             also = ", with gradient checkpointing" if limits.is_recomputing else ""
-            tokens = limits.micro_batch_tokens or self.micro_batch_tokens
             self.report(
-                "recompute" if self._with_recompute else "split",
+                "recompute" if self.with_recompute else "split",
                 f"from the next step on, {count(tokens)} tokens are computed at once{also}",
                 micro_batch_tokens=limits.micro_batch_tokens,
                 is_recomputing=limits.is_recomputing,
             )
             learner.uncompile()  # the model is compiled again for the smaller shape
-        if self._with_recompute and not limits.is_recomputing:
+        if self.with_recompute and not limits.is_recomputing:
             learner.recompute("off")
 
 
