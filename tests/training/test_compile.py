@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_runs import make_plan
 from transformers import CONFIG_MAPPING, Gemma3TextConfig
 
-from tunewell.config.schema import Config, Train
+from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder, FixedShape
+from tunewell.records.plan import Plan
 from tunewell.training.compile import (
     CompileCache,
     Compiler,
@@ -139,15 +141,15 @@ def test_what_another_process_would_build_has_the_first_layers_of_the_model() ->
     config = Gemma3TextConfig(num_hidden_layers=26, layer_types=["sliding_attention"] * 5 + ["full_attention"] * 21)
     train = Config.model_validate({"method": {"rank": 8}})
     values = {"model": SimpleNamespace(config=config, dtype=torch.bfloat16, modules=list), "may_use_graphs": True}
-    method, precision = SimpleNamespace(value="lora"), SimpleNamespace(value="bf16")
-    plan = SimpleNamespace(method=method, precision=precision, quantized=None)
+    plan = make_plan(method="lora", precision="bf16")
     run: Any = SimpleNamespace(learner=_learner(**values), config=train, plan=plan)
     found = describe_for_ahead(run, FixedShape(128, 32, 100))
     assert found is not None
-    built = CONFIG_MAPPING[found["config"]["model_type"]].from_dict(json.loads(json.dumps(found))["config"])
+    built = CONFIG_MAPPING[found["model"]["model_type"]].from_dict(json.loads(json.dumps(found))["model"])
     assert built.num_hidden_layers == 7, "one layer of each kind, and one more"
     assert built.layer_types[-2:] == ["full_attention"] * 2
-    assert Train.model_validate(found["train"]) == train.train
+    assert Config.model_validate(found["config"]) == train
+    assert Plan.model_validate(found["plan"]) == plan
 
 
 def _recorded(*, tokens: int = 16_384, is_recomputing: bool = False, **values: Any) -> bool:

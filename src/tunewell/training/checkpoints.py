@@ -311,7 +311,13 @@ class Checkpoints:
         staged = self.folder / (name + STAGED)
         for attempt in range(1, _TRIES + 1):
             try:
-                self._stage(snapshot, staged, best)
+                if not self.folder.is_dir():
+                    self.folder.mkdir()
+                    self._report(
+                        f"the folder `{self.folder.name}` was missing, with all checkpoints; it was created again"
+                    )
+                for file in write_checkpoint(staged, snapshot, best_step=best):
+                    self._report_once(f"a secret was removed from `{file}` in the checkpoints")
                 publish_folder(staged, self.folder / name)
                 break
             except (OSError, DamagedCheckpoint) as error:
@@ -329,13 +335,6 @@ class Checkpoints:
         self._whole.add(snapshot.step)
         self._rotate(snapshot.step)
         self.write_seconds = time.monotonic() - started if self._is_large else 0.0
-
-    def _stage(self, snapshot: Snapshot, staged: Path, best: int | None) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir()
-            self._report(f"the folder `{self.folder.name}` was missing, with all checkpoints; it was created again")
-        for name in write_checkpoint(staged, snapshot, best_step=best):
-            self._report_once(f"a secret was removed from `{name}` in the checkpoints")
 
     def _report_once(self, message: str) -> None:
         if message not in self._reported:

@@ -236,14 +236,10 @@ def describe_for_ahead(run: Run, shape: FixedShape) -> dict[str, Any] | None:
     if kinds:
         settings["layer_types"] = kinds[: settings["num_hidden_layers"]]
     return {
-        "config": settings,
-        "method": run.plan.method.value,
-        "quantized": run.plan.quantized.model_dump(mode="json") if run.plan.quantized else None,
-        "method_settings": run.config.method.model_dump(mode="json"),
-        "train": run.config.train.model_dump(mode="json"),
-        "precision": run.plan.precision.value,
+        "model": settings,
+        "plan": run.plan.model_dump(mode="json"),
+        "config": run.config.model_dump(mode="json", exclude_unset=True),
         "dtype": str(compute_dtype(learner.model)).removeprefix("torch."),
-        "device": str(learner.device),
         "longest": learner.longest,
         "shape": asdict(shape),
         "is_recomputing": bool(getattr(learner.model, "is_gradient_checkpointing", False)),
