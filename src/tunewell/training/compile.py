@@ -193,8 +193,7 @@ class CompileCache:
     @cached_property
     def _shape(self) -> FixedShape:
         run = self._run
-        budget = run.healing.limits.cap(run.plan.micro_batch_tokens.value)
-        return fixed_shape(run.order, budget=budget, longest=run.learner.longest)
+        return fixed_shape(run.order, budget=run.micro_batch_tokens, longest=run.learner.longest)
 
     @cached_property
     def _signature(self) -> str:

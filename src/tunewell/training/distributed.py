@@ -3,7 +3,7 @@
 import atexit
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,10 +132,6 @@ class World:
                 f"rank {self.rank} of {self.size} lost the connection to the others: {_short(error)}",
                 fix=f"see what the rank that ended first printed; then {fix}",
             ) from error
-
-    def share(self, parts: Sequence[T]) -> list[T]:
-        """Return this rank's items of a list. Each item belongs to exactly one rank."""
-        return list(parts[self.rank :: self.size])
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Replace tensors in place by their sums over all ranks, in one all-reduce."""

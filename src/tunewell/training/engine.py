@@ -206,8 +206,7 @@ class _Loop:
     def compile(self, compiler: Compiler) -> None:
         run = self.run
         self.flush()
-        budget = run.healing.limits.cap(self.plan.micro_batch_tokens.value)
-        run.listener(Note(compiler.run(run.learner, run.order, budget=budget)))
+        run.listener(Note(compiler.run(run.learner, run.order, budget=run.micro_batch_tokens)))
         self.slow_step.start("compiling")
 
     def evaluate(self) -> bool:

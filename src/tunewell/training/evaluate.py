@@ -148,8 +148,9 @@ def evaluate(run: Run, healer: Healer) -> bool:
     if math.isfinite(found.loss):  # a NaN does not count towards `evaluate.patience`
         progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
     seconds = time.perf_counter() - started
-    num_faulty, history = _num_faulty(samples), healer.monitor
-    are_degenerate = history.are_most_faulty(num_faulty, len(samples)) if len(samples) >= _MIN_JUDGED else None
+    num_faulty = _num_faulty(samples)
+    is_judged = len(samples) >= _MIN_JUDGED
+    are_degenerate = healer.monitor.are_most_faulty(num_faulty, len(samples)) if is_judged else None
     event = Evaluated(
         progress.step,
         found.loss,
@@ -173,7 +174,7 @@ def evaluate(run: Run, healer: Healer) -> bool:
 def _loss_within_memory(run: Run, healer: Healer) -> HeldOutLoss | None:
     """Return the held-out loss, computed in batches that fit in memory, or None if a single document does not fit."""
     limits = run.healing.limits
-    budget = limits.evaluation_tokens or limits.cap(run.plan.micro_batch_tokens.value)
+    budget = limits.evaluation_tokens or run.micro_batch_tokens
     lengths = np.asarray(run.held_out.index["length"])
     while True:
         try:

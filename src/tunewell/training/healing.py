@@ -115,23 +115,23 @@ class Healer:
         The step rules need many steps, and they do not know the loss before training if the first updates destroyed
         the model. The held-out rows are always the same, so that two evaluations are enough.
         """
-        history, about = self.monitor, self._run.about
-        (first_step, first), *later = history.held_out
+        monitor = self.monitor
+        (first_step, first), *later = monitor.held_out
         needed = 1 if event.step == self._run.plan.num_steps.value else 2
-        is_above = len(later) >= needed and all(is_far_above(loss, first, about) for _, loss in later[-needed:])
-        if first_step != 0 or not is_above or history.has_learned() or "lr-too-high" in history.reported:
+        is_above = len(later) >= needed and all(is_far_above(loss, first, monitor.about) for _, loss in later[-needed:])
+        if first_step != 0 or not is_above or monitor.has_learned() or "lr-too-high" in monitor.reported:
             return None
-        history.reported.add("lr-too-high")
-        rates = [metrics.learning_rate for metrics in history.recent if metrics.learning_rate is not None]
+        monitor.reported.add("lr-too-high")
+        rates = [metrics.learning_rate for metrics in monitor.recent if metrics.learning_rate is not None]
         words = f"the held-out loss rose from {first:.3g} before training to {event.loss:.3g}"
         numbers = {"low": first, "low_step": 0, "now": event.loss, "learning_rate": max(rates, default=None)}
         return HealthFinding("lr-too-high", "fault", event.step, words, numbers)
 
     def conclude(self) -> str:
         """Report a loss that rose or stayed flat over the whole run. Return a short description, or "" if it fell."""
-        history, step, losses = self.monitor, self._run.progress.step, self._held_out_losses()
-        if len(losses) > 1 and losses[-1] > (1 + _MIN_RISE) * losses[0] and not history.has_learned():
-            if "lr-too-high" not in history.reported:
+        monitor, step, losses = self.monitor, self._run.progress.step, self._held_out_losses()
+        if len(losses) > 1 and losses[-1] > (1 + _MIN_RISE) * losses[0] and not monitor.has_learned():
+            if "lr-too-high" not in monitor.reported:
                 words = f"the held-out loss ended at {losses[-1]:.3g}, above {losses[0]:.3g} before training"
                 numbers = {"low": losses[0], "now": losses[-1]}
                 self._report(HealthFinding("lr-too-high", "warning", step, words, numbers), "none", words)
@@ -153,10 +153,10 @@ class Healer:
 
     def _check_flat(self, step: int) -> str:
         """Report a loss that has not fallen since the start, once. Return a short description, or "" if it fell."""
-        history, run = self.monitor, self._run
+        monitor, run = self.monitor, self._run
         name, losses = "held-out", self._held_out_losses()
         if len(losses) > 1:
-            limit = _VERY_FLAT if history.has_learned() else _FLAT
+            limit = _VERY_FLAT if monitor.has_learned() else _FLAT
             is_flat = step >= _MIN_STEPS and all(abs(loss - losses[0]) < limit * losses[0] for loss in losses)
             words = f"the held-out loss stayed at {losses[0]:.3g} for {count(step, 'step')}"
             numbers = {"first": losses[0], "last": losses[1:]}
@@ -166,8 +166,8 @@ class Healer:
             finding = flat_loss([_metrics(event) for event in events])
         if finding is None:
             return ""
-        if "flat-loss" not in history.reported:
-            history.reported.add("flat-loss")
+        if "flat-loss" not in monitor.reported:
+            monitor.reported.add("flat-loss")
             words = (
                 f"{finding.words}: the learning rate is too low, too few layers are trainable, or the supervised "
                 "tokens do not depend on the text before them. In the next run, try "
@@ -179,20 +179,20 @@ class Healer:
 
     def _degenerate_answers(self, event: Evaluated) -> HealthFinding | None:
         """Return a finding if most samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
-        history = self.monitor
-        history.add_answers(event.step, event.are_degenerate, event.num_faulty)
-        if not event.are_degenerate or len(history.degenerate) != _DEGENERATE_IN_A_ROW:
+        monitor = self.monitor
+        monitor.add_answers(event.step, event.are_degenerate, event.num_faulty)
+        if not event.are_degenerate or len(monitor.degenerate) != _DEGENERATE_IN_A_ROW:
             return None
         faulty = [sample for sample in event.samples if sample.fault]
         faults = sorted({_FAULT_WORDS[sample.fault] for sample in faulty if sample.fault})
         answers = [sample.answer for sample in faulty[:_SHOWN_ANSWERS]]
-        steps = " and ".join(count(step) for step in history.degenerate)
+        steps = " and ".join(count(step) for step in monitor.degenerate)
         shown = ", ".join(f'"{shorten_line(answer, _SHOWN_CHARS)}"' for answer in answers)
         share = "all" if len(faulty) == len(event.samples) else f"{len(faulty)} of"
         words = f"{share} {len(event.samples)} sample answers {' or '.join(faults)} at steps {steps}: {shown}"
         # A model with random weights repeats a few tokens until it has learned to answer.
-        is_new = self._run.about.is_from_scratch and not history.has_answered
-        numbers = {"faults": faults, "steps": list(history.degenerate), "answers": answers}
+        is_new = self._run.about.is_from_scratch and not monitor.has_answered
+        numbers = {"faults": faults, "steps": list(monitor.degenerate), "answers": answers}
         return HealthFinding("degenerate-answers", "note" if is_new else "warning", event.step, words, numbers)
 
     def apply(self) -> "Stop | Rewind | None":
@@ -227,7 +227,7 @@ class Healer:
                 cause = cause if is_quarantining else Cause(cause.tensor)
                 self._skip(finding, cause, record, is_explained=is_explained and bool(cause.documents))
             case Split(finding):
-                half = max(1, run.healing.limits.cap(run.plan.micro_batch_tokens.value) // 2)
+                half = max(1, run.micro_batch_tokens // 2)
                 words = f"{finding.words}; from now on, {count(half)} tokens are computed at once"
                 self._report(finding, "split", words, micro_batch_tokens=half)
             case Rewind():

@@ -72,6 +72,11 @@ class Run:
     """Times of the last steps."""
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The tokens of a micro-batch: those of the plan, or fewer after out-of-memory errors."""
+        return self.healing.limits.cap(self.plan.micro_batch_tokens.value)
+
     def close(self) -> None:
         """Wait for the pending checkpoint, and close the logs and the thread that writes checkpoints."""
         self.checkpoints.close()

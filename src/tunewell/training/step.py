@@ -201,7 +201,8 @@ class TrainableModel(PackedModel):
         if not self.model.training:
             self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        for turn, (index, batch) in enumerate(self.world.share(list(enumerate(batches)))):
+        mine = list(enumerate(batches))[self.world.rank :: self.world.size]
+        for turn, (index, batch) in enumerate(mine):
             if turn == 1 and self.uses_graphs:
                 self._copy_gradients()
             with self.hooks.around_batch(number, batch, self.model), self.stance(batch):

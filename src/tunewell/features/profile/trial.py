@@ -235,7 +235,7 @@ class _Trials:
 
     def __init__(self, run: Run, documents: Numbers, *, is_compiled: bool) -> None:
         self._run, self._learner, self._is_compiled = run, run.learner, is_compiled
-        self._present = run.healing.limits.cap(run.plan.micro_batch_tokens.value)
+        self._present = run.micro_batch_tokens
         self._documents = documents
         self.batches = self._make(self._present)
         # Uncompiled passes may not fit in the memory that compiled ones need.
