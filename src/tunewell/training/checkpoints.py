@@ -73,7 +73,7 @@ class State:
     identity: dict[str, Any] = field(default_factory=dict)
 
 
-class Snapshot:
+class Snapshot(State):
     """A copy of a state that later training steps do not change. GPU copies are complete after `not_finite`."""
 
     def __init__(self, state: State, pinned: PinnedMemory) -> None:
@@ -81,17 +81,15 @@ class Snapshot:
             if not is_inside(name) or name.endswith(".safetensors") != (name in state.tensors):
                 raise ValueError(f"{name!r} is not a valid name for a file in a checkpoint")
         devices = {tensor.device for tensors in state.tensors.values() for tensor in tensors.values()}
-        self.step = state.step
-        self.texts = dict(state.texts)
         # Convert to JSON now, so that an invalid value fails here and not in the writer thread.
-        self.progress = json.loads(json.dumps(plain(state.progress)))
-        self.identity = json.loads(json.dumps(plain(state.identity)))
+        progress, identity = (json.loads(json.dumps(plain(own))) for own in (state.progress, state.identity))
         self.num_bytes = sum(tensor.nbytes for tensors in state.tensors.values() for tensor in tensors.values())
         pinned.reset()
-        self.tensors = {
-            file: {name: _host_copy(tensor, pinned) for name, tensor in tensors.items()}
-            for file, tensors in state.tensors.items()
+        tensors = {
+            file: {name: _host_copy(tensor, pinned) for name, tensor in own.items()}
+            for file, own in state.tensors.items()
         }
+        super().__init__(state.step, tensors, dict(state.texts), progress, identity)
         self._largest = {
             file: _host_copy(_largest(tensors.values()), pinned) for file, tensors in state.tensors.items()
         }

@@ -102,24 +102,21 @@ def take_trial_steps(
 
 def take_probe_steps(run: Run, corpus: Corpus, request: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Take the steps of a request, and return what they held and took."""
-    kind = run.learner.device.type
     keep_nothing(run)
-    mode, size = request["compile"], request["micro_batch_tokens"]
-    report: dict[str, Any] = {}
+    size, compiled = request["micro_batch_tokens"], None
     eager = _measure_uncompiled(run, size, deadline)
     if eager is None:
         raise UserError("out of memory: a step with the planned micro-batch does not fit")
-    report["eager"] = eager | {"context_bytes": _context_bytes(run, request["used_bytes"])}
-    if kind == "cuda" and mode == "on":
-        report["compiled"] = measure_size(run, size, "on", _COMPILED_STEPS)
-    report["largest"] = _take_largest(run, size, known_tokens=eager["micro_tokens"])
-    report |= _forward(run, corpus)
-    planned = report.get("compiled") or eager
-    compiled = "on" if report.get("compiled") else "off"
+    eager["context_bytes"] = _context_bytes(run, request["used_bytes"])
+    if run.learner.device.type == "cuda" and request["compile"] == "on":
+        compiled = measure_size(run, size, "on", _COMPILED_STEPS)
+    largest = _take_largest(run, size, known_tokens=eager["micro_tokens"])
+    report = {"eager": eager, "compiled": compiled, "largest": largest, **_forward(run, corpus)}
+    planned = compiled or eager
     number = int(min(max(_SIZE_SECONDS / max(planned["seconds"], 1e-9), 3), 20))
 
     def measure(other: int) -> dict[str, Any] | None:
-        return planned if other == size else measure_size(run, other, compiled, number)
+        return planned if other == size else measure_size(run, other, "on" if compiled else "off", number)
 
     report["sizes"] = compare_sizes(request["sizes"], measure, deadline)
     report["peak_rss"] = peak_memory_bytes()
