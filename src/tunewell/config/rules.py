@@ -57,7 +57,7 @@ class Evaluate(Section):
     """Maximum length of a sample answer in tokens."""
 
 
-class Checkpoints(Section):
+class CheckpointRules(Section):
     """Checkpoints: how often they are saved, and how many are kept."""
 
     single = {"every_steps": (int, str), "keep": (int,)}  # noqa: RUF012

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, TRACKERS
 from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
-from tunewell.config.rules import Checkpoints, Evaluate, Export, Healing, PlanRules, Storage, VerdictRules
+from tunewell.config.rules import CheckpointRules, Evaluate, Export, Healing, PlanRules, Storage, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -433,7 +433,7 @@ class Config(Section):
     method: MethodSettings = MethodSettings()
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: CheckpointRules = CheckpointRules()
     healing: Healing = Healing()
     plan: PlanRules = PlanRules()
     verdict: VerdictRules = VerdictRules()

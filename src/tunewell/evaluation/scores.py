@@ -11,7 +11,7 @@ import numpy as np
 from tunewell.data.batches import spread_evenly
 from tunewell.data.corpus.reader import Corpus, Split
 from tunewell.evaluation.answer_keys import AnswerKey, ReferenceRow, answer_keys
-from tunewell.evaluation.behaviour import Sample, find_faults
+from tunewell.evaluation.behaviour import JudgedAnswer, find_faults
 from tunewell.evaluation.clusters import find_clusters
 from tunewell.evaluation.intervals import compare_pair, difference_record
 from tunewell.evaluation.judge import JUDGE, judge
@@ -182,7 +182,7 @@ def _score(model: ChatModel, answer: Generated, question: Question, key: AnswerK
     text, reference = model.decode(answer.ids).strip(), key.reference
     matched, judgement = match(text, reference), judge(text, key)
     control_texts = [model.decode([token]) for token in answer.ids if token in model.tokenizer.control_ids]
-    sample = Sample(
+    sample = JudgedAnswer(
         text=text,
         ids=answer.ids,
         ended=answer.ended,

@@ -18,7 +18,7 @@ from pathlib import Path
 from tunewell.config.rules import Healing
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HealingEntry
-from tunewell.training.health import Finding
+from tunewell.training.health import HealthFinding
 
 _RISES = frozenset({"loss-spike", "lr-too-high"})
 NOT_FINITE = frozenset({"nan-gradients", "mps-nan-fp16", "loss-scale-exhausted"})
@@ -157,7 +157,7 @@ class RecoveryHistory:
 class Skip:
     """Skip the update."""
 
-    finding: Finding
+    finding: HealthFinding
     is_quarantining: bool
     """Whether to leave out the documents that caused the problem from now on."""
 
@@ -166,14 +166,14 @@ class Skip:
 class Split:
     """Use smaller micro-batches from now on."""
 
-    finding: Finding
+    finding: HealthFinding
 
 
 @dataclass(frozen=True)
 class Rewind:
     """Rewind to a checkpoint and change a setting, so that the problem does not recur."""
 
-    finding: Finding
+    finding: HealthFinding
     not_after: int
     """The latest step that the checkpoint may have."""
     is_quarantining: bool
@@ -188,12 +188,12 @@ class Rewind:
 class Stop:
     """Stop the run, because no remedy is left."""
 
-    finding: Finding
+    finding: HealthFinding
     advice: str
 
 
 def decide(
-    findings: Sequence[Finding],
+    findings: Sequence[HealthFinding],
     history: RecoveryHistory,
     rules: Healing,
     *,
@@ -227,7 +227,7 @@ def decide(
     return Split(worst) if worst.name == "memory-spill" else None
 
 
-def _diverged(finding: Finding, history: RecoveryHistory, rules: Healing) -> Rewind | Stop:
+def _diverged(finding: HealthFinding, history: RecoveryHistory, rules: Healing) -> Rewind | Stop:
     if history.num_rewinds >= rules.max_rewinds:
         rate = finding.numbers.get("learning_rate")
         tenth = f" to about {rate / 10:.1g}" if isinstance(rate, float) and rate > 0 else ""
@@ -237,7 +237,7 @@ def _diverged(finding: Finding, history: RecoveryHistory, rules: Healing) -> Rew
 
 
 def _rewind_or_stop(
-    finding: Finding, history: RecoveryHistory, rules: Healing, *, is_quarantining: bool
+    finding: HealthFinding, history: RecoveryHistory, rules: Healing, *, is_quarantining: bool
 ) -> Rewind | Stop:
     """Return the next remedy: rewind without the documents, then half the rate, then fp32, then the CPU.
 

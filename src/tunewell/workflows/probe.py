@@ -21,8 +21,7 @@ from tunewell.machine.out_of_memory import OutOfMemory
 from tunewell.planning.plan import plan_run
 from tunewell.records.plan import Plan
 from tunewell.runs.config import RunOptions
-from tunewell.training.probe import take_probe_steps
-from tunewell.training.trial import with_values
+from tunewell.training.trial import take_probe_steps, with_values
 from tunewell.workflows.train import Training
 from tunewell.workflows.trial import trial_run
 

@@ -17,11 +17,10 @@ from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
 from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
-from tunewell.models.load import LoadOptions, load_dequantized, load_model, not_finite_names
+from tunewell.models.load import DTYPES, LoadOptions, load_dequantized, load_model, not_finite_names
 from tunewell.models.support import quiet, text_weights
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
@@ -144,7 +143,7 @@ def _load_base(folder: Path, context: ProofContext) -> Any:
     )
     try:
         if context.proof.quantized is not None:
-            return load_dequantized(options, _DTYPES[context.proof.trained_precision]).model
+            return load_dequantized(options, DTYPES[context.proof.trained_precision]).model
         return load_model(options).model
     except (UserError, OSError, ValueError, ImportError) as error:
         # The first line of an error message from transformers may be empty.

@@ -27,6 +27,7 @@ from tunewell.features.profile.processor import ProcessorWait
 from tunewell.features.profile.records import Profile, Rare, ReadTimes, TriedSetting
 from tunewell.machine.device import useful_threads
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
+from tunewell.models.load import DTYPES
 from tunewell.records.plan import Plan
 from tunewell.training.compile import Compiler, decoder_layers
 from tunewell.training.events import Evaluated, Event, Listener, StepTaken
@@ -42,7 +43,6 @@ _TRIAL_SECONDS = 1.0
 """Upper limit of the time of one forward and backward pass in a trial; fewer documents are used if it is longer."""
 _MICRO_BATCHES = {"cpu": (512, 1024, 2048, 4096), "mps": (2048, 4096, 8192), "cuda": (4096, 8192, 16_384, 32_768)}
 _MIN_DATA_SHARE = 0.05
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIN_SLOWED = 0.1
 _NEVER = 1 << 40
 
@@ -124,7 +124,7 @@ def profile_steps(
         kernels=counter.trace.read(_TRACED - (learner.device.type == "cuda"), wall_seconds=counter.trace_seconds),
         useful_flop=useful_flop(learner.model, trials.batches) * per_step,
         optimizer_bytes=_optimizer_bytes(run),
-        ceilings=measure_ceilings(learner.device, _DTYPES[plan.precision.value]),
+        ceilings=measure_ceilings(learner.device, DTYPES[plan.precision.value]),
         compute_seconds=trials.present_seconds and trials.present_seconds * per_step,
         trials=tried,
         settings={
@@ -235,7 +235,7 @@ class _Trials:
 
     def __init__(self, run: Run, documents: Numbers, *, is_compiled: bool) -> None:
         self._run, self._learner, self._is_compiled = run, run.learner, is_compiled
-        self._present = run.healing.limits.cap(run.plan.micro_batch_tokens.value)
+        self._present = run.micro_batch_tokens
         self._documents = documents
         self.batches = self._make(self._present)
         # Uncompiled passes may not fit in the memory that compiled ones need.
