@@ -83,14 +83,5 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Return the diagnosis for `--json`."""
-        return {
-            "status": self.status,
-            "findings": [finding.as_json() for finding in self.findings],
-            "tool": self.tool,
-            "notes": list(self.notes),
-            "num_lines": self.num_lines,
-            "num_steps": self.num_steps,
-            "num_judged": self.num_judged,
-            "sources": list(self.sources),
-            "exit_code": self.exit_code,
-        }
+        found = {**asdict(self), "findings": [finding.as_json() for finding in self.findings]}
+        return {"status": self.status, **found, "exit_code": self.exit_code}

@@ -54,6 +54,10 @@ class Reading:
     config: list[str] = field(default_factory=list[str])
     """Keys of a config that was understood, or empty."""
 
+    def add_fact(self, name: str, line: int, text: str, note: str = "") -> None:
+        """Add a line as evidence of a fact."""
+        self.facts.setdefault(name, []).append(Evidence(line, text, self.name, note))
+
 
 @lru_cache(maxsize=2)
 def _patterns(is_small: bool) -> tuple[Pattern, ...]:
