@@ -215,17 +215,13 @@ def _data(profile: Profile) -> Iterator[Bottleneck]:
         yield Bottleneck("data", cause, "train.read_ahead", "true", profile.total_seconds, rest + hidden)
 
 
-def _tried(profile: Profile, key: str) -> list[TriedSetting]:
-    return [trial for trial in profile.trials if trial.key == key]
-
-
 def _trial(
     name: str, key: str, cause: Callable[[Profile, TriedSetting], str]
 ) -> Callable[[Profile], Iterator[Bottleneck]]:
     """Return a rule that takes the smallest value whose time is within 3% of the best."""
 
     def rule(profile: Profile) -> Iterator[Bottleneck]:
-        tried = _tried(profile, key)
+        tried = [trial for trial in profile.trials if trial.key == key]
         best = min((trial.ratio for trial in tried), default=1.0)
         near = [trial for trial in tried if trial.ratio <= _NEAR_BEST * best]
         if not near or best >= 1:
