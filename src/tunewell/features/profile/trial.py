@@ -27,7 +27,6 @@ from tunewell.features.profile.processor import ProcessorWait
 from tunewell.features.profile.records import Profile, ReadTimes, TriedSetting
 from tunewell.machine.device import useful_threads
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
-from tunewell.records.plan import Plan
 from tunewell.training.compile import Compiler, decoder_layers
 from tunewell.training.events import Evaluated, Event, Listener, StepTaken
 from tunewell.training.run import Run

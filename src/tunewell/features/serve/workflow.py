@@ -83,7 +83,7 @@ def open_server(
     allow_pickle: bool = False,
 ) -> Server:
     """Open a port and load the model. Raise UserError before that for a public address without a token."""
-    for module in ("starlette", "uvicorn", "openai"):
+    for module in ("starlette", "uvicorn"):
         import_optional(module, extra="serve", purpose="serving a model")
     from tunewell.features.serve.access import check_origin, listen, make_server, read_token
     from tunewell.features.serve.connections import raise_max_files
