@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
-
+from tunewell.features.doctor.facts import public_version
 from tunewell.features.doctor.packages import STACK, normalize
 
 _KERNELS = ("ipykernel", "colab_kernel")
@@ -19,7 +18,7 @@ def held_in_this_process(installed: Mapping[str, str]) -> list[tuple[str, str, s
     found: list[tuple[str, str, str]] = []
     for name, module in STACK.items():
         held, now = getattr(sys.modules.get(module), "__version__", None), installed.get(name)
-        if isinstance(held, str) and now is not None and _differ(held, now):
+        if isinstance(held, str) and now is not None and public_version(held) not in (None, public_version(now)):
             found.append((name, held, now))
     return found
 
@@ -55,13 +54,6 @@ def _kernel_process(proc: Path) -> Path | None:
             return None
         process = int(parent[1])
     return None
-
-
-def _differ(held: str, now: str) -> bool:
-    try:
-        return Version(held).public != Version(now).public
-    except InvalidVersion:
-        return False
 
 
 def _read(path: Path) -> str:
