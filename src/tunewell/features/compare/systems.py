@@ -37,7 +37,8 @@ def compare_answers(
     """Ask every model every question, alone and with each index, and compare the answers."""
     judge, judge_notes = _judge(options)
     subjects = _subjects(names)
-    opened = [_open_index(address) for address in dict.fromkeys(options.indexes)]
+    addresses = dict.fromkeys(options.indexes)
+    opened = [require_hook("retrieval", "open_index", needed_by="an index")(address) for address in addresses]
     exam, notes = _exam(subjects, options, open_rows, progress)
     questions = [key.question for key in exam.keys]
     indexes = []
@@ -61,10 +62,6 @@ def compare_answers(
     comparison = compare_columns(columns, notes, has_all_pairs=True)
     keys = [UsedKey(key.question, key.text, key.because) for key in exam.keys[:_NUM_KEYS]]
     return replace(comparison, recommendation=recommend(comparison), keys=keys)
-
-
-def _open_index(address: str) -> PassageIndex:
-    return require_hook("retrieval", "open_index", needed_by="an index")(address)
 
 
 def _index_names(addresses: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.redact import redact
 from tunewell.evaluation.comparison import Column, ColumnComparison, column_of, compare_columns
 from tunewell.features.compare.options import CompareOptions
-from tunewell.features.compare.page import comparison_page
+from tunewell.features.compare.page import answer_rows, comparison_page
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
 from tunewell.runs.listing import summary_of
@@ -34,6 +35,29 @@ class RunComparison:
     @property
     def page(self) -> Path:
         return self.folder / PAGE
+
+    @property
+    def recommendation(self) -> str | None:
+        """The recommended column, or None."""
+        advice = self.comparison.recommendation
+        return None if advice is None else advice.column
+
+    def __repr__(self) -> str:
+        counts = self.comparison.counts
+        right = {name: f"{own.right}/{own.judged}" for name, own in zip(self.comparison.names, counts, strict=True)}
+        return f"RunComparison(right={right}, recommendation={self.recommendation!r}, page={str(self.page)!r})"
+
+    def _repr_html_(self) -> str:
+        found = self.comparison
+        head = "".join(f"<th>{escape(name)}</th>" for name in found.names)
+        lines = "".join(
+            f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+            for name, values in answer_rows(found)
+        )
+        advice, text = found.recommendation, ""
+        if advice is not None:
+            text = f"<p><b>{escape(advice.column or 'no recommendation')}</b>: {escape(advice.because)}</p>"
+        return f"<table style='text-align:left'><tr><th></th>{head}</tr>{lines}</table>{text}"
 
 
 def compare(

@@ -12,7 +12,7 @@ from tunewell.core.files import read_text
 from tunewell.core.redact import redact
 from tunewell.features.diagnose.config_lint import lint, lint_lengths
 from tunewell.features.diagnose.config_versions import Versions, stated_versions
-from tunewell.features.diagnose.findings import Diagnosis, Finding
+from tunewell.features.diagnose.findings import DiagnosedFailure, Diagnosis
 from tunewell.features.diagnose.inputs import open_documents, read_stream
 from tunewell.features.diagnose.knowledge import load_tools
 from tunewell.features.diagnose.ranking import rank
@@ -24,7 +24,7 @@ CONFLICT = "incompatible-versions"
 _NONE: Versions = MappingProxyType({})
 
 
-def diagnose(source: str | os.PathLike[str]) -> list[Finding]:
+def diagnose(source: str | os.PathLike[str]) -> list[DiagnosedFailure]:
     """Return the findings about a text, or about a file, folder or run, best first.
 
     An empty list means healthy. A first finding with the id `unknown` means that the cause cannot be told from the

@@ -21,7 +21,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Finding:
+class DiagnosedFailure:
     """A failure, with its evidence, its cause and its fix."""
 
     id: str
@@ -56,7 +56,7 @@ class Finding:
 class Diagnosis:
     """The findings about a text, a file or a run."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[DiagnosedFailure, ...]
     tool: str | None = None
     """The program that wrote the log, if it is known."""
     notes: tuple[str, ...] = ()

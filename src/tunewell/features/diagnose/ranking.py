@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any
 
 from tunewell.core.units import count
-from tunewell.features.diagnose.findings import HEALTHY, LIKELY, UNKNOWN, Evidence, Finding
+from tunewell.features.diagnose.findings import HEALTHY, LIKELY, UNKNOWN, DiagnosedFailure, Evidence
 from tunewell.features.diagnose.knowledge import FailureClass, Signature, load_classes
 from tunewell.features.diagnose.matcher import complete
 from tunewell.features.diagnose.reading import Reading
@@ -92,7 +92,9 @@ def _complete_signatures(failure: FailureClass, reading: Reading) -> Iterator[Fa
         # In a document of many paragraphs, a sentence is one line, at most two.
         within = 1 if signature.is_sentence and not reading.prose else signature.within
         evidence = complete(signature, reading.hits, facts, within=within, without=reading.advice)
-        if evidence is None or (signature.is_sentence and not _are_sentences(evidence, reading)):
+        if evidence is None:
+            continue
+        if signature.is_sentence and not reading.prose and not any(is_sentence(shown.text) for shown in evidence):
             continue
         evidence += [shown for fact in signature.facts for shown in reading.facts[fact]]
         yield FailureCandidate(failure, signature, signature.confidence, tuple(evidence))
@@ -139,11 +141,7 @@ def _lines_about(failure: FailureClass, reading: Reading) -> int:
     return len({shown.line for pattern in patterns for shown in reading.hits.of(pattern)})
 
 
-def _are_sentences(evidence: list[Evidence], reading: Reading) -> bool:
-    return bool(reading.prose) or any(is_sentence(shown.text) for shown in evidence)
-
-
-def rank(readings: Sequence[Reading]) -> tuple[list[Finding], list[str]]:
+def rank(readings: Sequence[Reading]) -> tuple[list[DiagnosedFailure], list[str]]:
     """Return the findings about all documents of a run, best first, and notes about harmless messages."""
     everything = [candidate for reading in readings for candidate in find_candidates(reading)]
     harmless = [candidate for candidate in everything if candidate.failure.severity == "harmless"]
@@ -241,10 +239,10 @@ def _cause_of(candidate: FailureCandidate, others: list[FailureCandidate]) -> st
     return None
 
 
-def _finding(failure: FailureClass, evidence: Sequence[Evidence], **known: Any) -> Finding:
+def _finding(failure: FailureClass, evidence: Sequence[Evidence], **known: Any) -> DiagnosedFailure:
     """Return a finding with the texts of its page; `known` are its other fields."""
     page = failure.page
-    return Finding(
+    return DiagnosedFailure(
         id=failure.id,
         title=failure.title,
         family=failure.family,
@@ -285,7 +283,7 @@ def _is_healthy(readings: Sequence[Reading], merged: list[FailureCandidate], har
 
 def _unknown(
     errors: list[Evidence], decides: list[FailureCandidate], hints: list[FailureCandidate], readings: Sequence[Reading]
-) -> Finding:
+) -> DiagnosedFailure:
     failure = load_classes()[UNKNOWN]
     num_lines = sum(reading.num_lines for reading in readings)
     evidence = [*_unique(decides), *reversed(errors)]

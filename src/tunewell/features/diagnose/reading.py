@@ -155,7 +155,7 @@ def read_document(chunks: Iterable[Chunk], *, name: str | None = None) -> Readin
         is_small=is_small,
         is_report=is_report,
         advice=advice_lines(text) if is_small else frozenset(),
-        tool=_find_tool(hits),
+        tool=next((tool.name for tool in load_tools() if any(map(hits.of, tool.patterns))), None),
     )
 
 
@@ -172,7 +172,3 @@ def _collect_errors(chunk: Chunk, errors: list[Evidence], name: str | None) -> N
         if len(errors) >= _ERRORS:
             del errors[_ERRORS // 2]
         errors.append(Evidence(chunk.line_of(match.start()), line_around(chunk, match.start(), match.end()), name))
-
-
-def _find_tool(hits: Hits) -> str | None:
-    return next((tool.name for tool in load_tools() if any(hits.of(pattern) for pattern in tool.patterns)), None)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from tunewell.core.text import shorten_line
 from tunewell.features.diagnose.findings import Evidence
 from tunewell.features.diagnose.readers import TrainingLog, read_log
-from tunewell.training.health import Finding as SeriesFinding
+from tunewell.training.health import Finding
 from tunewell.training.log_rules import NOTHING_READ, replay
 
 Facts = dict[str, list[Evidence]]
@@ -115,7 +115,7 @@ _PRINTED = re.compile(r"\W{0,6}(?:\[?rank\s?\d+\]?:\s)?[\w.]*(?:Error|Exception|
 _LOG_LINE = re.compile(r"(?m)^\s*[{<\[]|^\S+Error:|it/s\]|s/it\]|^\s*\w+_\w+: ")
 
 
-def _evidence_of(finding: SeriesFinding, lines: list[str], first_line: int, log: TrainingLog) -> Evidence:
+def _evidence_of(finding: Finding, lines: list[str], first_line: int, log: TrainingLog) -> Evidence:
     """Return the line of a finding: that of its step, one with NaN, one with one of its numbers, or the first."""
     values = [value for value in finding.numbers.values() if isinstance(value, int | float)]
     wants_nan = any(not math.isfinite(value) for value in values)

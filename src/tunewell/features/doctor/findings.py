@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 from tunewell.features.doctor.facts import Python
@@ -62,6 +63,15 @@ class EnvironmentReport:
             "findings": [finding.as_json() for finding in self.findings],
             "seconds": round(self.seconds, 3),
         }
+
+    def __repr__(self) -> str:
+        return f"EnvironmentReport(exit_code={self.exit_code}, findings={[finding.id for finding in self.findings]})"
+
+    def _repr_html_(self) -> str:
+        found = [(f"{one.level}: {one.id}", f"{one.what}. {one.fix}") for one in self.findings]
+        rows = [*self.facts.items(), *(found or [("result", "nothing is wrong")])]
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+        return f"<table style='text-align:left'>{cells}</table>"
 
     def fix_script(self) -> str:
         """Return one shell script with every command, in order. Nothing is run."""

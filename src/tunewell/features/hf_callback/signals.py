@@ -109,7 +109,7 @@ class SignalRecorder:
                 self._combined_loss().to(device) if self._losses else zero,
                 zero if self._norms is None else self._norms[1].norm().to(device),
                 zero if self._norms_now is None else self._norms_now[1].norm().to(device),
-                *(_total(counts, zero) for counts in (self._tokens, self._supervised)),
+                *(sum((zero + count for count in counts), zero) for counts in (self._tokens, self._supervised)),
             ]
         )
         world = world_size()
@@ -219,10 +219,6 @@ def loss_of(output: Any) -> Tensor | None:
 def _size(batch: Batch) -> int:
     args, kwargs = batch
     return sum(part.nbytes for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
-
-
-def _total(counts: Sequence[Tensor | int], zero: Tensor) -> Tensor:
-    return sum((count.to(zero) if isinstance(count, Tensor) else zero + count for count in counts), zero)
 
 
 def _plain(gradient: Tensor) -> Tensor:

@@ -124,17 +124,15 @@ def time_by_part(profile: Profile) -> dict[str, float]:
         kinds = {kind: value for kind, value in (kernels.seconds if kernels else {}).items() if kind != "optimizer"}
         total = sum(kinds.values())
         shares = {kind: value / total for kind, value in kinds.items()} if total else {}
-        parts = {kind: compute * share for kind, share in shares.items()} or {_name(profile): compute}
+        parts = {kind: compute * share for kind, share in shares.items()} or {
+            "launch" if profile.is_gpu else "compute": compute
+        }
         parts["log"] = phases.pop("log", 0.0) + phases.pop("health", 0.0)
         parts |= phases
         if not phases and not compute:
             parts = {"steps": profile.seconds}
     parts["evaluation"], parts["checkpoint"] = profile.evaluation_seconds, profile.checkpoint_seconds
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
-
-
-def _name(profile: Profile) -> str:
-    return "launch" if profile.is_gpu else "compute"
 
 
 def covered_share(profile: Profile) -> float | None:
