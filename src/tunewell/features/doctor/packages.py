@@ -17,30 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STACK = {
-    "accelerate": "accelerate",
-    "axolotl": "axolotl",
-    "bitsandbytes": "bitsandbytes",
-    "datasets": "datasets",
-    "flash-attn": "flash_attn",
-    "huggingface-hub": "huggingface_hub",
-    "llamafactory": "llamafactory",
-    "numpy": "numpy",
-    "pandas": "pandas",
-    "peft": "peft",
-    "pyarrow": "pyarrow",
-    "safetensors": "safetensors",
-    "tokenizers": "tokenizers",
-    "torch": "torch",
-    "torchvision": "torchvision",
-    "transformers": "transformers",
-    "triton": "triton",
-    "trl": "trl",
-    "tunewell": "tunewell",
-    "unsloth": "unsloth",
-    "unsloth-zoo": "unsloth_zoo",
-    "xformers": "xformers",
-}
+STACK: dict[str, str] = json.loads(Path(__file__).with_name("stack.json").read_text(encoding="utf-8"))["modules"]
 """The packages of the fine-tuning stack, and the module of each. Others are checked only as their requirements."""
 
 _CODE = (".py", ".so", ".pyd", ".dll", ".dylib")

@@ -7,8 +7,10 @@ Predictions are measured where that is possible: other thread counts and micro-b
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import ceil
+from pathlib import Path
 from typing import Any
 
+from tunewell.core.files import parse_json, read_bytes
 from tunewell.core.units import count, duration, percent
 from tunewell.features.profile.records import Profile, TriedSetting
 
@@ -75,7 +77,7 @@ def verdict(profile: Profile) -> str:
         return found[0].sentence
     parts = time_by_part(profile)
     name, seconds = max(parts.items(), key=lambda part: part[1])
-    most = f"{percent(seconds / profile.total_seconds, 0)} of the time is {_PARTS.get(name, name)}"
+    most = f"{percent(seconds / profile.total_seconds, 0)} of the time is {PARTS[name][1] if name in PARTS else name}"
     if profile.source == "run":
         return f"No setting of evaluations, checkpoints or data would make this run 5% faster: {most}."
     rate = machine_share(profile)
@@ -90,21 +92,8 @@ def machine_share(profile: Profile) -> float | None:
     return profile.useful_flop / profile.total_seconds / profile.ceilings.matmul_flops
 
 
-_PARTS = {
-    "matmul": "matrix products",
-    "head": "the head and the loss",
-    "pointwise": "pointwise operations",
-    "optimizer": "the optimizer",
-    "data": "reading documents",
-    "host": "Python between operations",
-    "idle": "a GPU that waits for the host",
-    "wait": "waiting for the GPU",
-    "evaluation": "evaluations",
-    "checkpoint": "checkpoints",
-    "compute": "forward and backward passes",
-    "launch": "launching kernels",
-    "log": "logging and health checks",
-}
+PARTS: dict[str, list[str]] = parse_json(read_bytes(Path(__file__).with_name("parts.json")))
+"""The name of each part in a table, and in a sentence."""
 
 
 def time_by_part(profile: Profile) -> dict[str, float]:
