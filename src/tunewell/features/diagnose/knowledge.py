@@ -107,8 +107,9 @@ def _signature(class_id: str, raw: dict[str, Any]) -> Signature:
         raise ValueError(f"{class_id}: unknown key {sorted(unknown)[0]}")
     if not raw.keys() & {"all", "any", "facts"}:
         raise ValueError(f"{class_id}: a signature needs `all`, `any` or `facts`")
-    patterns = {name: tuple(map(_pattern, raw.pop(name))) for name in ("all", "any", "none") if name in raw}
-    return Signature(**patterns, **raw | {"facts": tuple(raw.get("facts", ()))})
+    values: dict[str, Any] = raw | {"facts": tuple(raw.get("facts", ()))}
+    values |= {name: tuple(map(_pattern, raw[name])) for name in ("all", "any", "none") if name in raw}
+    return Signature(**values)
 
 
 @cache

@@ -33,17 +33,17 @@ class Reading:
     """What one document says."""
 
     name: str | None
-    hits: Hits
-    facts: Facts
     num_lines: int
-    num_steps: int
+    num_steps: int = 0
     """Number of logged steps; an estimate if only a sample was judged."""
-    num_judged: int
-    errors: list[Evidence]
+    num_judged: int = 0
+    hits: Hits = field(default_factory=Hits)
+    facts: Facts = field(default_factory=Facts)
+    errors: list[Evidence] = field(default_factory=list[Evidence])
     """The first and the last lines that name an exception."""
-    prose: str
+    prose: str = ""
     """The text, if it is a few sentences typed by a person; otherwise empty."""
-    is_small: bool
+    is_small: bool = True
     is_report: bool = False
     """Whether it is a written report with headings, and not a log."""
     advice: frozenset[int] = frozenset()
