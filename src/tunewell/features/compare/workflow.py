@@ -63,7 +63,6 @@ class RunComparison:
 def compare(
     subjects: Sequence[str | Path] = (),
     *,
-    options: CompareOptions | None = None,
     progress: ProgressListener = silent,
     **fields: Any,
 ) -> RunComparison:
@@ -72,7 +71,7 @@ def compare(
     Runs alone are compared by their reports, settings and curves. With an index, with rows or with a model that is not
     a run, all models are asked the same questions. Raises UserError if there is nothing to compare.
     """
-    options = replace(options or CompareOptions(), **fields)
+    options = CompareOptions(**fields)
     require_output_path(Path(options.out))
     is_runs = len(subjects) > 1 and all((Path(one).expanduser() / PLAN).is_file() for one in subjects)
     if is_runs and not options.indexes and options.data is None:

@@ -23,7 +23,7 @@ _METRIC = re.compile(r"loss|norm|perplexity", re.I)
 _NOT_FINITE = re.compile(r"\b(?:nan|inf)\b", re.I)
 
 
-def read_facts(text: str, *, first_line: int = 1, every: int = 1) -> tuple[Facts, TrainingLog]:
+def read_facts(text: str, *, every: int = 1) -> tuple[Facts, TrainingLog]:
     """Return the facts of a text, and the metrics read from it. `every`: see `read_log`."""
     facts: Facts = {}
     log = read_log(text, every=every)
@@ -39,13 +39,13 @@ def read_facts(text: str, *, first_line: int = 1, every: int = 1) -> tuple[Facts
             has_broken_numbers = True
         is_benign = finding.name == "fp16-scaler-skip-benign" and not has_fault
         if (finding.severity != "note" or is_benign) and finding.name != NOTHING_READ:
-            facts.setdefault(f"series:{finding.name}", [_evidence_of(finding, lines, first_line, log)])
+            facts.setdefault(f"series:{finding.name}", [_evidence_of(finding, lines, log)])
     for rule in _RULES:
         evidence = rule(lines)
         notes = evidence if isinstance(evidence, dict) else dict.fromkeys(evidence, "")
         if notes:
             facts[rule.__name__.replace("_", "-")] = [
-                Evidence(first_line + at, shorten_line(lines[at], _LONGEST), note=notes[at]) for at in sorted(notes)
+                Evidence(1 + at, shorten_line(lines[at], _LONGEST), note=notes[at]) for at in sorted(notes)
             ]
     return facts, log
 
@@ -115,7 +115,7 @@ _PRINTED = re.compile(r"\W{0,6}(?:\[?rank\s?\d+\]?:\s)?[\w.]*(?:Error|Exception|
 _LOG_LINE = re.compile(r"(?m)^\s*[{<\[]|^\S+Error:|it/s\]|s/it\]|^\s*\w+_\w+: ")
 
 
-def _evidence_of(finding: Finding, lines: list[str], first_line: int, log: TrainingLog) -> Evidence:
+def _evidence_of(finding: Finding, lines: list[str], log: TrainingLog) -> Evidence:
     """Return the line of a finding: that of its step, one with NaN, one with one of its numbers, or the first."""
     values = [value for value in finding.numbers.values() if isinstance(value, int | float)]
     wants_nan = any(not math.isfinite(value) for value in values)
@@ -129,7 +129,7 @@ def _evidence_of(finding: Finding, lines: list[str], first_line: int, log: Train
         *metric,
         0,
     ]
-    return Evidence(first_line + likely[0], shorten_line(lines[likely[0]], _LONGEST), note=finding.words)
+    return Evidence(1 + likely[0], shorten_line(lines[likely[0]], _LONGEST), note=finding.words)
 
 
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?)"

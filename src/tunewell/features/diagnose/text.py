@@ -95,18 +95,18 @@ def utf16_of(head: bytes) -> str | None:
     return "utf-16-be" if even > 0.6 * len(sample) / 2 > odd else None
 
 
-_WIDE = 2000
+_WIDE, _LONGEST_LINE = 2000, 300
 
 
-def line_around(chunk: Chunk, start: int, end: int, *, longest: int = 300) -> str:
+def line_around(chunk: Chunk, start: int, end: int) -> str:
     """Return the line of a match, shortened to its surroundings if it is long."""
     data = chunk.data
     begin = max(data.rfind(b"\n", 0, start), data.rfind(b"\x0b", 0, start)) + 1
     stops = [at for at in (data.find(b"\n", end), data.find(b"\x0b", end)) if at >= 0]
     stop = min(stops, default=len(data))
-    if stop - begin > longest:
+    if stop - begin > _LONGEST_LINE:
         # Secrets are replaced before the line is cut, because a part of one is not recognised.
-        before = redact(data[max(begin, start - _WIDE) : start].decode("utf-8", "replace"))[-longest // 4 :]
+        before = redact(data[max(begin, start - _WIDE) : start].decode("utf-8", "replace"))[-_LONGEST_LINE // 4 :]
         after = redact(data[start : min(stop, start + _WIDE)].decode("utf-8", "replace"))
-        return " ".join((before + after).split())[:longest]
-    return " ".join(data[begin:stop].decode("utf-8", "replace").split())[: 2 * longest]
+        return " ".join((before + after).split())[:_LONGEST_LINE]
+    return " ".join(data[begin:stop].decode("utf-8", "replace").split())[: 2 * _LONGEST_LINE]

@@ -167,7 +167,7 @@ def read_packages(python: str | None, *, is_fast: bool = False) -> Environment:
         ) from None
 
 
-def as_environment(found: Mapping[str, Any]) -> Environment:
+def as_environment(found: dict[str, Any]) -> Environment:
     """Convert the facts of `packages.py`."""
     torch = found["torch"]
     return Environment(

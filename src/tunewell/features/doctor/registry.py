@@ -36,13 +36,13 @@ CHECKS: Sequence[DoctorCheck] = (
 )
 
 
-def run_checks(facts: Environment, checks: Sequence[DoctorCheck] = CHECKS) -> list[EnvironmentProblem]:
+def run_checks(facts: Environment) -> list[EnvironmentProblem]:
     """Return the findings, broken ones first, in the order of the checks.
 
     A failed import of a package that an earlier finding explains is evidence of that finding.
     """
     found: list[EnvironmentProblem] = []
-    for group, check in checks:
+    for group, check in CHECKS:
         for finding in check(facts):
             finding = replace(finding, group=group)
             cause = _cause(finding, found)

@@ -65,7 +65,6 @@ class BuiltIndex:
     manifest: IndexManifest
     notes: list[str] = field(default_factory=list[str])
     seconds: float = 0.0
-    embedding_seconds: float = 0.0
 
 
 def build_index(
@@ -103,7 +102,7 @@ def build_index(
                     fix="scanned documents need OCR first; damaged ones must be saved again",
                 )
             chosen_language = _language(language, spool)
-            embedded, seconds = _embed(spool, work, embedder, reused, progress)
+            embedded = _embed(spool, work, embedder, reused, progress)
         if old is not None:
             old.close()
         manifest = IndexManifest(
@@ -129,7 +128,7 @@ def build_index(
         )
         manifest = store.write(address, spool, manifest, progress=progress)
         shutil.rmtree(work, ignore_errors=True)
-    return BuiltIndex(manifest, [*notes, *ledger.notes], time.perf_counter() - began, seconds)
+    return BuiltIndex(manifest, [*notes, *ledger.notes], time.perf_counter() - began)
 
 
 def _open_old(store: type[Store], address: str, embedder: Embedder) -> tuple[Store | None, list[str]]:
@@ -254,11 +253,8 @@ def _language(language: str, spool: Spool) -> Chosen[str]:
     return Chosen[str](value=found, because=because)
 
 
-def _embed(
-    spool: Spool, work: Path, embedder: Embedder, old: Store | None, progress: ProgressListener
-) -> tuple[int, float]:
-    """Fill `spool.vectors`. Return the number of passages that had to be embedded, and the seconds it took."""
-    began = time.perf_counter()
+def _embed(spool: Spool, work: Path, embedder: Embedder, old: Store | None, progress: ProgressListener) -> int:
+    """Fill `spool.vectors`. Return the number of passages that had to be embedded."""
     stored = ComputedVectors(work, embedder)
     known = old.keys() if old is not None else {}
     path = work / "vectors.npy"
@@ -286,7 +282,7 @@ def _embed(
             rows[is_known] = old.vectors([known[key] for key in keys if key in known])
         rows[~is_known] = computed[[stored.numbers[key] for key in keys if key not in known]]
     spool.vectors.flush()
-    return len(missing), time.perf_counter() - began
+    return len(missing)
 
 
 def _reserve(path: Path) -> None:

@@ -143,12 +143,12 @@ def _runs_on(arches: list[str], capability: tuple[int, int]) -> bool:
 
 def _is_wheel(wheel: TorchWheel, facts: Environment) -> bool:
     assert facts.torch is not None and facts.torch.cuda is not None
-    return public_version(facts.torch.cuda) in SpecifierSet(wheel.cuda) and _is_torch(wheel, facts)
+    return _fits(facts.torch.cuda, wheel.cuda) and _fits(facts.torch.version, wheel.torch)
 
 
-def _is_torch(wheel: TorchWheel, facts: Environment) -> bool:
-    version = public_version(facts.torch.version) if facts.torch else None
-    return version is not None and version in SpecifierSet(wheel.torch)
+def _fits(version: str, specifier: str) -> bool:
+    public = public_version(version)
+    return public is not None and public in SpecifierSet(specifier)
 
 
 def _suits(wheel: TorchWheel, capability: tuple[int, int] | None) -> bool:
@@ -163,8 +163,9 @@ def _cuda_wheel(facts: Environment, gpu: Gpu) -> tuple[str, list[str]]:
         cuda = re.sub(r"[^\d.].*$", "", wheel.cuda.lstrip("=<>~"))
         oldest_driver = next((entry.driver for entry in shield.cuda if entry.major == _major(cuda)), 0)
         if _major(gpu.driver) >= oldest_driver and _suits(wheel, gpu.capability):
-            same = _is_torch(wheel, facts) and facts.torch
-            wanted = f"torch=={public_version(same.version)}" if same else f"torch{wheel.torch}"
+            torch = facts.torch
+            is_same = torch is not None and _fits(torch.version, wheel.torch)
+            wanted = f"torch=={public_version(torch.version)}" if torch and is_same else f"torch{wheel.torch}"
             command = pip_install(facts.python, "--force-reinstall", wanted, "--index-url", _INDEX + wheel.index)
             return f"install torch for CUDA {cuda}", [command]
     return "update the driver; no torch wheel supports this one", []
