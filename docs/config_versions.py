@@ -7,7 +7,6 @@ the syntax tree. Wheels are fetched with `pip download --no-deps --only-binary=:
 """
 
 import ast
-import difflib
 import re
 import sys
 import tarfile
@@ -30,16 +29,11 @@ _ROOTS = {  # config -> (library, files with its classes, its class or None for 
     "DPOTrainer": ("trl", r"trl/trainer/dpo_trainer\.py", "DPOTrainer"),
     "GRPOTrainer": ("trl", r"trl/trainer/grpo_trainer\.py", "GRPOTrainer"),
     "LoraConfig": ("peft", r"peft/(config|utils/peft_types|tuners/lora/.*|tuners/lora|mixed_model)\.py", "LoraConfig"),
-    "axolotl": ("axolotl", r"axolotl/(utils/(schemas|config)|integrations)/.*\.py", None),
-    "llamafactory": ("llamafactory", r"llamafactory/hparams/.*\.py", None),
 }
 _HEADER = """\
 # Which release knows which config key. Written by docs/config_versions.py; do not edit.
-# `all`: keys of all releases; `A B`: keys from A to B. Of Axolotl, keys that are common or were removed.
+# `all`: keys of all releases; `A B`: keys from release A to release B.
 """
-_PARTIAL = "axolotl"
-"""The config of which only the keys of all releases, those that were removed, and similar ones are kept: the others are
-those of plug-ins and of nested sections."""
 
 
 def classes_of(wheel: Path, files: str) -> dict[str, tuple[list[str], set[str]]]:
@@ -126,13 +120,6 @@ def main() -> None:
         first, last = releases[0], releases[-1]
         sys.stderr.write(f"{config}: {len(releases)} releases of {library}, {len(spans)} keys\n")
         lines.append(f'\n[{config}]\nlibrary = "{library}"\nreleases = "{_span(first, last)}"\n')
-        if config == _PARTIAL:
-            common = [field for field, known in spans.items() if known[0] == first or known[-1] < last]
-            spans = {
-                field: known
-                for field, known in spans.items()
-                if field in common or difflib.get_close_matches(field, common, n=1, cutoff=0.88)
-            }
         by_span: dict[tuple[tuple[int, int], tuple[int, int]], list[str]] = defaultdict(list)
         for field, known in sorted(spans.items()):
             by_span[known[0], known[-1]].append(field)

@@ -1,11 +1,11 @@
 """Check the keys of a config against the releases that know them: `config_versions.toml`.
 
     SFTConfig(max_seq_length=1024)  with trl==0.24      removed after 0.19; use max_length
-    lora_rnak: 8                    in any LLaMA-Factory config: no release knows it
+    LoraConfig(lora_rnak=8)         no release of PEFT knows it
 
 Releases are stated in the text (`trl==0.12.1`, the output of `pip list`), in another file, or by `--with`. Without a
-release, only keys that no release knows are reported; the others become notes. YAML and JSON may hold keys of a fork
-or a plug-in, so there an unknown key is reported only if it is close to a known one; a Python call refuses any other.
+release, only keys that no release knows are reported; the others become notes. An `adapter_config.json` may hold keys
+of a fork, so there an unknown key is reported only if it is close to a known one; a Python call refuses any other.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from pathlib import Path
 Release = tuple[int, ...]
 Versions = Mapping[str, Release]
 _STATED = re.compile(
-    r"(?<![\w./-])[`'\"]?(transformers|trl|peft|axolotl|llamafactory)[`'\"]?"
+    r"(?<![\w./-])[`'\"]?(transformers|trl|peft)[`'\"]?"
     r"(?:\s{0,2}==\s{0,2}|\s{0,2}[Vv]ersion:?\s{0,2}|[ \t]{1,60})v?(\d{1,2}\.\d{1,3})(?:\.\d{1,4})?(?![\w.]*[-\w]/)"
 )
 _CALL = re.compile(
@@ -28,10 +28,11 @@ _CALL = re.compile(
 )
 _IN_CALL = re.compile(r"(['\"])(?:\\[\s\S]|(?!\1)[^\\])*\1?|#.*|(\w+)\s*=(?!=)|[()\[\]{},]|[^\s'\"#()\[\]{},]+?")
 """Matches a string, a comment, the name of a keyword argument, a bracket or a comma, or another character."""
+_ADAPTER = re.compile(r"""(?m)^(?:  )?["']?peft_type["']?\s*:\s*["']?LORA\b""")
 _TOP_KEY = re.compile(r"(?m)^(?:  )?[\"']?([A-Za-z_]\w*)[\"']?\s*:")
 _LONGEST_CALL = 20_000
 _TYPO = 0.88
-"""Similarity of a misspelt key. In 347 example configs of Axolotl and LLaMA-Factory, this finds typos only."""
+"""Similarity of a misspelt key."""
 _RENAMED = {
     "evaluation_strategy": "eval_strategy",
     "max_seq_length": "max_length",
@@ -93,7 +94,7 @@ class WrongKey:
 
 @cache
 def load_tables() -> dict[str, KeyTable]:
-    """Return the table of each config: a class of transformers, TRL or PEFT, or the name of a tool."""
+    """Return the table of each config, a class of transformers, TRL or PEFT."""
     tables: dict[str, KeyTable] = {}
     raw = tomllib.loads(Path(__file__).with_name("config_versions.toml").read_text(encoding="utf-8"))
     for name, entry in raw.items():
@@ -168,32 +169,19 @@ def _dotted(release: Release) -> str:
 
 
 def _keys_of(text: str) -> Iterator[UsedKey]:
-    """Yield the keys of Python calls, YAML and JSON."""
+    """Yield the keys of Python calls, and of an `adapter_config.json`."""
     for call in _CALL.finditer(text):
         names = [call[1], *(["TrainingArguments"] if call[1].endswith("Config") and call[1] != "LoraConfig" else [])]
         for key in _keywords(text, call.end()):
             yield _used_key(text, key, 2, names, is_argument=True)
-    names = _tool_of(text)
-    for key in _TOP_KEY.finditer(text) if names else ():
-        if names == ["LoraConfig"] or not key[0].startswith(" "):
-            yield _used_key(text, key, 1, names, is_argument=False)
+    if _ADAPTER.search(text):
+        for key in _TOP_KEY.finditer(text):
+            yield _used_key(text, key, 1, ["LoraConfig"], is_argument=False)
 
 
 def _used_key(text: str, found: re.Match[str], group: int, names: list[str], *, is_argument: bool) -> UsedKey:
     line = text.count("\n", 0, found.start(group)) + 1
     return UsedKey(found[group], line, [load_tables()[name] for name in names], is_argument)
-
-
-def _tool_of(text: str) -> list[str]:
-    """Return the tables of a YAML or JSON config, or an empty list if its tool is not known."""
-    keys = set(_TOP_KEY.findall(text))
-    if "peft_type" in keys:
-        return ["LoraConfig"] if re.search(r"peft_type[\"']?\s*:\s*[\"']?LORA\b", text) else []
-    if "base_model" in keys and keys & {"micro_batch_size", "datasets", "sequence_len"}:
-        return ["axolotl"]
-    if "finetuning_type" in keys and keys & {"model_name_or_path", "template", "cutoff_len", "dataset"}:
-        return ["llamafactory", "TrainingArguments"]
-    return []
 
 
 def _keywords(text: str, begin: int) -> Iterator[re.Match[str]]:
