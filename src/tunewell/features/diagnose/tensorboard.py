@@ -10,14 +10,14 @@ A file that ends in the middle of a record, as after a crash, gives the records 
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, BinaryIO
 
+from tunewell.core.protobuf import read_fields
+
 _MAX_RECORD = 16 << 20
 _MAX_SCALARS = 200_000
-_VARINT, _BYTES = 0, 2
-_SIZES = {1: 8, 5: 4}
-"""Bytes of a double and of a float."""
 _NAMES = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
 
@@ -42,48 +42,23 @@ def scalars(file: BinaryIO) -> Iterator[tuple[int, str, float]]:
         (length,) = struct.unpack("<Q", header[:8])
         if length > _MAX_RECORD or len(record := file.read(length + 4)) < length + 4:
             return
-        event = dict(_fields(record[:length]))
+        event = _fields(record[:length])
         step = event.get(2, 0)
-        for _, value in _fields(_bytes(event.get(5))):
-            parts = dict(_fields(_bytes(value)))
+        for _, value in _all_fields(event.get(5)):
+            parts = _fields(value)
             tag, scalar = parts.get(1), parts.get(2)
             if scalar is None:
-                tensor = dict(_fields(_bytes(parts.get(8))))
+                tensor = _fields(parts.get(8))
                 scalar = tensor.get(5, tensor.get(4))
             if isinstance(step, int) and isinstance(tag, bytes) and isinstance(scalar, bytes) and len(scalar) == 4:
                 yield step, tag.decode("utf-8", "replace"), struct.unpack("<f", scalar)[0]
 
 
-def _bytes(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else b""
+def _fields(data: Any) -> dict[int, Any]:
+    """Return the fields of a protobuf message up to anything malformed; of several with one number, the last."""
+    return dict(_all_fields(data))
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the integer or the bytes of each field of a protobuf message; stop at anything malformed."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        size = _SIZES.get(kind, len(data))
-        if kind == _BYTES:
-            size, at = _varint(data, at)
-        if size > len(data) - at:
-            return
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data) and shift < 64:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at += 1
-        if byte < 128:
-            break
-        shift += 7
-    return value, at
+def _all_fields(data: Any) -> Iterator[tuple[int, int | bytes]]:
+    with suppress(ValueError, IndexError):
+        yield from read_fields(data if isinstance(data, bytes) else b"")

@@ -159,7 +159,7 @@ class SignalRecorder:
             return
         self._is_queued = False
         self.batches.append((args, dict(kwargs)))
-        while len(self.batches) > 1 and sum(map(_size, self.batches)) > _KEPT_BYTES:
+        while len(self.batches) > 1 and sum(map(_num_bytes, self.batches)) > _KEPT_BYTES:
             del self.batches[0]
         self._is_divided = kwargs.get("num_items_in_batch") is not None
         ids, mask, labels = (kwargs.get(name) for name in ("input_ids", "attention_mask", "labels"))
@@ -216,7 +216,7 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None
 
 
-def _size(batch: Batch) -> int:
+def _num_bytes(batch: Batch) -> int:
     args, kwargs = batch
     return sum(part.nbytes for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
 

@@ -23,6 +23,7 @@ from tunewell.data.sources.local import select_row_files
 from tunewell.features.remote.address import Address, compile_pattern
 from tunewell.features.remote.cache import ObjectCache, cache_key
 from tunewell.features.remote.store import RemoteObject
+from tunewell.model_files.checks import hub_cache
 from tunewell.model_files.files import hub_is_out_of_reach
 
 _ADDRESS = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?")
@@ -169,9 +170,7 @@ def _known_files(name: str, commit: str, cache: ObjectCache, *, is_offline: bool
 
 
 def _cache_folder(name: str) -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"
+    return hub_cache() / f"datasets--{name.replace('/', '--')}"
 
 
 def _cached_commit(name: str, revision: str) -> str | None:
