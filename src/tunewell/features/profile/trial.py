@@ -24,9 +24,10 @@ from tunewell.features.profile.ceilings import measure_ceilings, synchronize
 from tunewell.features.profile.finished import make_profile, mean_phases, rare_work
 from tunewell.features.profile.kernels import KernelTrace
 from tunewell.features.profile.processor import ProcessorWait
-from tunewell.features.profile.records import Profile, ReadTimes, TriedSetting
+from tunewell.features.profile.records import Profile, Rare, ReadTimes, TriedSetting
 from tunewell.machine.device import useful_threads
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
+from tunewell.records.plan import Plan
 from tunewell.training.compile import Compiler, decoder_layers
 from tunewell.training.events import Evaluated, Event, Listener, StepTaken
 from tunewell.training.run import Run
@@ -80,6 +81,26 @@ class _Counter:
             self.trace_seconds += time.perf_counter()
         self.forward(event)
 
+    def rare(self, plan: Plan, totals: dict[str, float], *, waited: float) -> dict[str, Rare | None]:
+        """Return the work that was done once in many steps, from the seconds of each phase."""
+        answers, every = totals.get("answers", 0.0), plan.evaluate_every.value
+        evaluation = rare_work(
+            totals.get("evaluate", 0.0) + answers,
+            self.num_evaluations,
+            number=1 + ceil(plan.num_steps.value / every),  # one before the first step
+            every=every,
+            answers_seconds=answers / max(1, self.num_evaluations),
+        )
+        every = plan.save_every.value
+        checkpoint = rare_work(
+            totals.get("save", 0.0),
+            self.num_saves,
+            number=ceil(plan.num_steps.value / every),
+            every=every,
+            queue_seconds=waited if self.saves_measured > 1 else 0.0,
+        )
+        return {"evaluation": evaluation, "checkpoint": checkpoint}
+
 
 def profile_steps(
     run: Run, num_steps: int, *, device_label: str, copy: Callable[[], Any], keeps_waits: bool = False
@@ -117,20 +138,7 @@ def profile_steps(
         device=device_label,
         is_gpu=learner.device.type != "cpu",
         compile="on" if is_compiled else plan.compile.value,
-        evaluation=rare_work(
-            totals.get("evaluate", 0.0) + totals.get("answers", 0.0),
-            counter.num_evaluations,
-            number=1 + ceil(plan.num_steps.value / plan.evaluate_every.value),  # one before the first step
-            every=plan.evaluate_every.value,
-            answers_seconds=totals.get("answers", 0.0) / max(1, counter.num_evaluations),
-        ),
-        checkpoint=rare_work(
-            totals.get("save", 0.0),
-            counter.num_saves,
-            number=ceil(plan.num_steps.value / plan.save_every.value),
-            every=plan.save_every.value,
-            queue_seconds=phases.get("save_wait", 0.0) if counter.saves_measured > 1 else 0.0,
-        ),
+        **counter.rare(plan, totals, waited=phases.get("save_wait", 0.0)),
         # On CUDA, a step is logged when the next one is launched: the first traced step was launched before the trace.
         kernels=counter.trace.read(_TRACED - (learner.device.type == "cuda"), wall_seconds=counter.trace_seconds),
         useful_flop=useful_flop(learner.model, trials.batches) * per_step,

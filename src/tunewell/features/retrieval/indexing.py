@@ -108,9 +108,7 @@ def build_index(
         manifest = IndexManifest(
             made_by=made_by(),
             created=datetime.now().astimezone().isoformat("T", "seconds"),
-            embedder=EmbedderRecord(
-                **{name: getattr(embedder, name) for name in EmbedderRecord.model_fields},
-            ),
+            embedder=EmbedderRecord(**{name: getattr(embedder, name) for name in EmbedderRecord.model_fields}),
             language=chosen_language,
             counts=DocumentCounts(
                 files=ledger.num_files,
