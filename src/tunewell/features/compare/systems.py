@@ -170,12 +170,9 @@ def _book_notes(subject: Subject, indexes: list[SearchedIndex]) -> list[str]:
     unseen = held_out_documents(ref.loaded)
     if unseen is None:
         return []
-    shown = [one for index in indexes[:1] for one in index.searched.found if one.right is not None]
-    seen = sum(
-        any(is_right and passage.file not in unseen for passage, is_right in zip(one.passages, one.right, strict=True))
-        for one in shown
-        if one.right is not None
-    )
+    found = [one for index in indexes[:1] for one in index.searched.found]
+    shown = [list(zip(one.passages, one.right, strict=True)) for one in found if one.right is not None]
+    seen = sum(any(is_right and passage.file not in unseen for passage, is_right in pairs) for pairs in shown)
     if not seen:
         return []
     return [

@@ -60,19 +60,19 @@ def _finding(finding: "DiagnosedFailure", commands: Collection[str], *, has_file
 
 
 def _evidence(finding: "DiagnosedFailure", *, has_files: bool) -> list[str]:
+    if not finding.evidence:
+        return []
     rows: list[list[str]] = []
     for shown in finding.evidence:
         place = f"{shown.line:,}" if shown.line else "-"
-        name = f"{shown.file}:{place}" if shown.file and has_files else place
-        rows.append([name, one_line(shown.text), shown.note])
-    if not rows:
-        return []
-    places = table([[place, "|"] for place, *_ in rows], right=(0,), gap=2).splitlines()
+        rows.append([f"{shown.file}:{place}" if shown.file and has_files else place, "|"])
+    places = table(rows, right=(0,), gap=2).splitlines()
     room = max(width() - len(places[0]) - 4, _MIN_TEXT)
     lines: list[str] = []
-    for place, (_, text, note) in zip(places, rows, strict=True):
+    for place, shown in zip(places, finding.evidence, strict=True):
+        text = one_line(shown.text)
         lines.append(f"  {place} {text if cell_width(text) <= room else fitting(text, room - 4) + ' ...'}")
-        lines += [hanging(" " * (len(place) + 1) + "= ", note)] if note else []
+        lines += [hanging(" " * (len(place) + 1) + "= ", shown.note)] if shown.note else []
     return [*lines, ""]
 
 

@@ -122,8 +122,8 @@ def _list_pattern(store: RemoteStore, address: Address) -> list[RemoteObject]:
 
 
 def _row_files(store: RemoteStore, prefix: Address, listed: list[RemoteObject]) -> list[RemoteObject]:
-    hidden = [entry for entry in listed if "/." in f"/{entry.address.key}"]
-    found = [entry for entry in listed if entry not in hidden and detect_format(entry.address.key)[0]]
+    visible = [entry for entry in listed if "/." not in f"/{entry.address.key}"]
+    found = [entry for entry in visible if detect_format(entry.address.key)[0]]
     if found:
         return _select(found)
     if listed:
