@@ -3,7 +3,7 @@
 import json
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes
+from tunewell.core.protobuf import read_fields
 from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -60,9 +61,9 @@ def read_model(path: Path) -> SentencePieceModel:
 def _parse(data: bytes) -> SentencePieceModel:
     model = SentencePieceModel()
     trainer, normalizer = b"", b""
-    for number, value in _fields(data):
+    for number, value in read_fields(data):
         if number == 1 and isinstance(value, bytes):
-            piece = dict(_fields(value))
+            piece = dict(read_fields(value))
             model.pieces.append(_bytes(piece.get(1, b"")).decode("utf-8"))
             model.scores.append(struct.unpack("<f", _bytes(piece.get(2, b"\0\0\0\0")))[0])
             model.types.append(int(piece.get(3, NORMAL)))
@@ -73,7 +74,7 @@ def _parse(data: bytes) -> SentencePieceModel:
     # Both fields follow the pieces in the file. If one is missing, the file is truncated.
     if not model.pieces or not trainer or not normalizer:
         raise ValueError("truncated")
-    _read_specs(model, dict(_fields(trainer)), dict(_fields(normalizer)))
+    _read_specs(model, dict(read_fields(trainer)), dict(read_fields(normalizer)))
     return model
 
 
@@ -101,39 +102,6 @@ def _bytes(value: int | bytes) -> bytes:
     if isinstance(value, bytes):
         return value
     raise ValueError("expected bytes, found a number")
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protobuf message as (field number, value); a value is an int or bytes."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if wire == 2:
-            size, at = _varint(data, at)
-        elif wire in (1, 5):
-            size = 8 if wire == 1 else 4
-        else:
-            raise ValueError("unknown wire type")
-        if size > len(data) - at:
-            raise ValueError("truncated")
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("number too long")
 
 
 _SPACE = "▁"

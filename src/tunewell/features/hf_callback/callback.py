@@ -174,7 +174,9 @@ class HealthCallback(TrainerCallback):
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
         signals = self._signals.read(scale=scale, is_stopping=self._fault is not None)
         if signals.is_stop_requested:
-            self._stop_late(state.global_step)
+            finished = state.global_step
+            found = self._fault or HealthFinding("fault", "fault", finished, "another rank found a fault")
+            self._raise(f"{found.words}; stopped after step {count(finished)}", found)
         metrics = StepMetrics(
             step=state.global_step + 1,
             loss=signals.loss,
@@ -287,11 +289,6 @@ class HealthCallback(TrainerCallback):
             bad = signals.bad_gradients()
             found = locate_fault(model, tuple(signals.batches), bad_gradients=bad, is_loss_bad=is_loss_bad)
         return found.place, f"; {found.remark}" if found.remark else ""
-
-    def _stop_late(self, finished: int) -> None:
-        """Stop because of a fault in the previous step or on another rank."""
-        found = self._fault or HealthFinding("fault", "fault", finished, "another rank found a fault")
-        self._raise(f"{found.words}; stopped after step {count(finished)}", found)
 
     def _raise(self, what: str, finding: HealthFinding, *, place: str | None = None) -> None:
         log, fix = self._logs.healing_path, advice(finding.name, place, is_fp32=self._is_fp32)

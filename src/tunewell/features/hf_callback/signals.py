@@ -109,7 +109,7 @@ class SignalRecorder:
                 self._combined_loss().to(device) if self._losses else zero,
                 zero if self._norms is None else self._norms[1].norm().to(device),
                 zero if self._norms_now is None else self._norms_now[1].norm().to(device),
-                *(_total(counts, zero) for counts in (self._tokens, self._supervised)),
+                *(sum((zero + count for count in counts), zero) for counts in (self._tokens, self._supervised)),
             ]
         )
         world = world_size()
@@ -159,7 +159,7 @@ class SignalRecorder:
             return
         self._is_queued = False
         self.batches.append((args, dict(kwargs)))
-        while len(self.batches) > 1 and sum(map(_size, self.batches)) > _KEPT_BYTES:
+        while len(self.batches) > 1 and sum(map(_num_bytes, self.batches)) > _KEPT_BYTES:
             del self.batches[0]
         self._is_divided = kwargs.get("num_items_in_batch") is not None
         ids, mask, labels = (kwargs.get(name) for name in ("input_ids", "attention_mask", "labels"))
@@ -216,13 +216,9 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None
 
 
-def _size(batch: Batch) -> int:
+def _num_bytes(batch: Batch) -> int:
     args, kwargs = batch
     return sum(part.nbytes for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
-
-
-def _total(counts: Sequence[Tensor | int], zero: Tensor) -> Tensor:
-    return sum((count.to(zero) if isinstance(count, Tensor) else zero + count for count in counts), zero)
 
 
 def _plain(gradient: Tensor) -> Tensor:

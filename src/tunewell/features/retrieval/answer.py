@@ -165,14 +165,9 @@ def _sources(found: Sequence[Found], answer: IndexAnswer) -> list[Source]:
     answer.warnings += [f"the quote “{quote}” is in no source" for quote in claims.false_quotes]
     return [
         Source(
-            number,
-            one.passage.file,
-            one.passage.path,
-            one.passage.where,
-            one.passage.text,
-            one.score,
-            number in claims.cited,
-            best_sentence(one.passage, answer.answer, answer.question),
+            **row,
+            is_cited=row["number"] in claims.cited,
+            quote=best_sentence(passage, answer.answer, answer.question),
         )
-        for number, one in enumerate(found, 1)
+        for row, passage in zip(source_rows(found), passages, strict=True)
     ]
