@@ -83,7 +83,7 @@ def write_both(converter: Path, root: Path, models: dict[str, Path], *, is_named
     for case, folder in models.items():
         for kind in KINDS:
             facts = write_gguf(folder, root / f"{case}.{kind}.ours", kind=kind)
-            pre = None if is_named else facts.vocabulary.tokens.pre_tokenizer
+            pre = None if is_named else facts.vocabulary.fields["tokenizer.ggml.pre"]
             jobs.append({"folder": folder, "target": root / f"{case}.{kind}.theirs", "kind": kind, "pre": pre})
     convert(converter, root, jobs)
 

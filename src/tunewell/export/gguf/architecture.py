@@ -8,7 +8,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -193,15 +192,15 @@ def metadata_fields(settings: Settings) -> dict[str, FieldValue]:
     return {f"{settings.gguf_name}.{key}": value for key, value in fields.items()}
 
 
-def rope_tables(settings: Settings) -> dict[str, np.ndarray]:
+def rope_tables(settings: Settings) -> dict[str, torch.Tensor]:
     """Return the RoPE scaling tensors, for RoPE types that metadata fields cannot express."""
     rope, size = settings.rope, settings.values["rotary_dim"]
     if rope.get("rope_type") == "llama3":
         unscaled = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](settings.config, torch.device("cpu"))
-        return {"rope_freqs.weight": (unscaled / scaled).numpy()}
+        return {"rope_freqs.weight": unscaled / scaled}
     if rope.get("rope_type") == "longrope":
-        tables = {name: np.array(rope[f"{name}_factor"], np.float32) for name in ("long", "short")}
+        tables = {name: torch.tensor(rope[f"{name}_factor"], dtype=torch.float32) for name in ("long", "short")}
         for name, table in tables.items():
             if table.shape != (size // 2,):
                 raise UserError(

@@ -1,7 +1,6 @@
 """Verify a GGUF file: its metadata, each tensor, and the output of llama.cpp."""
 
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -12,12 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.export.gguf.architecture import Settings, ignored_window, metadata_fields, read_settings, rope_tables
+from tunewell.export.gguf.architecture import (
+    Settings,
+    ignored_window,
+    llama_cpp_facts,
+    metadata_fields,
+    read_settings,
+    rope_tables,
+)
 from tunewell.export.gguf.quantize import quantize_rows
-from tunewell.export.gguf.weights import NamedTensor, WeightFiles, name_tensors
+from tunewell.export.gguf.weights import NamedTensor, name_tensors, text_tensors
 from tunewell.export.proof.checks import (
     MAX_SHOWN,
     Logits,
@@ -48,14 +53,6 @@ from tunewell.model_files.gguf import TensorEntry, read_metadata, read_tensor_ta
 from tunewell.models.gguf import read_entry
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Question
 
-_SPECIAL_ID_FIELDS = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "unk": "unknown_token_id",
-    "sep": "seperator_token_id",  # misspelled in GGUF
-    "pad": "padding_token_id",
-    "mask": "mask_token_id",
-}
 _SPARE_TOKENS = 64
 _SMALL_FILE_BYTES = 64 * 2**20
 _PYTHON_TYPES = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"})
@@ -113,7 +110,7 @@ def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_id
     """Compare the metadata, special tokens and vocabulary of a file with the model's."""
     found = read_metadata(path)
     expected: dict[str, Any] = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
-    for name, field in _SPECIAL_ID_FIELDS.items():
+    for name, field in llama_cpp_facts()["special_ids"].items():
         number = facts.special_ids.get(name, settings.values.get(f"{name}_token_id"))
         if isinstance(number, int):
             expected[f"tokenizer.ggml.{field}"] = number
@@ -171,10 +168,11 @@ def quantized_sketches(
     This does not use the GGUF writer, so it can detect bugs in it. Types that neither the `gguf` package nor llama.cpp
     can quantise are left out.
     """
-    gguf = import_optional("gguf", extra="export", purpose="verifying a GGUF file")
+    import gguf
+
     sources = {
         tensor.name: tensor.sources[0]
-        for tensor in name_tensors(_SketchedWeights(sketches, settings), settings)
+        for tensor in name_tensors(text_tensors(sketches, settings), settings)
         if not tensor.is_stacked
     }
     weights = dict(model.named_parameters())
@@ -198,44 +196,28 @@ def quantized_sketches(
     return rows
 
 
-class _SketchedWeights(WeightFiles):
-    """The names and shapes of the trained tensors, in the form that the GGUF writer reads, without values."""
-
-    def __init__(self, sketches: Mapping[str, Sketch], settings: Settings) -> None:
-        self.sketches: dict[str, Sketch] = {}
-        for name, own in sketches.items():
-            for pattern, replacement in settings.text_part.get("names", {}).items():
-                name = re.sub(pattern, replacement, name)
-            if not re.search(settings.text_part.get("dropped", r"(?!)"), name):
-                self.sketches[name] = own
-
-    def names(self) -> set[str]:
-        return set(self.sketches)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.sketches[name].shape
-
-
 def _expected_tensors(
     settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
 ) -> dict[str, tuple[Sketch, dict[str, Rows]]]:
     """Return the sketch and the rounded rows of each tensor, with llama.cpp's names and row order."""
-    weights = _SketchedWeights(sketches, settings)
+    text_sketches = text_tensors(sketches, settings)
     expected: dict[str, tuple[Sketch, dict[str, Rows]]] = {
-        name: (sketch(torch.from_numpy(np.asarray(table))), {}) for name, table in rope_tables(settings).items()
+        name: (sketch(table), {}) for name, table in rope_tables(settings).items()
     }
     kinds = {key.partition("/")[0] for key in rounded}
-    for tensor in name_tensors(weights, settings):
+    for tensor in name_tensors(text_sketches, settings):
         keys = {kind: f"{kind}/{tensor.sources[0]}" for kind in kinds}
         rows = {kind: rounded[key] for kind, key in keys.items() if key in rounded}
         if tensor.is_interleaved:
             rows = {kind: _interleave(own, settings) for kind, own in rows.items()}
-        expected[tensor.name] = (_stored_sketch(weights, tensor, settings), rows)
+        expected[tensor.name] = (
+            _stored_sketch([text_sketches[name] for name in tensor.sources], tensor, settings),
+            rows,
+        )
     return expected
 
 
-def _stored_sketch(weights: _SketchedWeights, tensor: NamedTensor, settings: Settings) -> Sketch:
-    sources = [weights.sketches[name] for name in tensor.sources]
+def _stored_sketch(sources: Sequence[Sketch], tensor: NamedTensor, settings: Settings) -> Sketch:
     own = sources[0]
     if tensor.is_stacked:
         # Norms of single heads: every value is a row, so the rows are concatenated.
@@ -258,7 +240,7 @@ def _compare_file(
     expected: Mapping[str, tuple[Sketch, dict[str, Rows]]],
     progress: ProgressListener,
 ) -> Iterator[Compared]:
-    gguf = import_optional("gguf", extra="export", purpose="verifying a GGUF file")
+    import gguf
 
     def compare(entry: TensorEntry) -> Compared:
         values, kind = read_entry(path, entry), gguf.GGMLQuantizationType(entry.type_number).name
