@@ -14,8 +14,6 @@ from tunewell.records.plan import QuantizedBase
 
 FORMAT = "tunewell-parity"
 PARITY = "parity.json"
-PROOF_ERROR = "proof-error.json"
-"""The error of a verification that could not run, in a folder that has no `parity.json`."""
 PROOF = "proof.json"
 REFERENCE = "proof.safetensors"
 PROOF_FILES = (REFERENCE, "README.md")
