@@ -62,8 +62,13 @@ class Position:
 class Condition:
     """A yes/no test of a position, in Python and in Go."""
 
-    holds: Callable[[Position], bool]
+    attribute: str
+    value: object
     go: str
+
+    def holds(self, position: Position) -> bool:
+        """Return True if the position has this value."""
+        return getattr(position, self.attribute) == self.value
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,11 @@ class Layout:
     """Whether an empty first system message is ignored."""
     shows_later_system: bool = False
     """Whether system messages after the first message are rendered; otherwise they are left out."""
+
+    @property
+    def has_system(self) -> bool:
+        """Whether the template accepts a first system message."""
+        return self.system_placement != "dropped"
 
     def render(self, messages: Sequence[Message]) -> str:
         """Render a conversation up to the start of the reply, or to the end of an unfinished last reply."""
@@ -140,15 +150,15 @@ def follow_rule(rule: Rule, position: Position) -> Segments:
 # Learning: build a small decision tree for each role from observed positions.
 
 _CONDITIONS = (
-    Condition(lambda position: position.previous_role == "assistant", 'eq $left "assistant"'),
-    Condition(lambda position: position.previous_role == "", "not $left"),
-    Condition(lambda position: position.previous_role == "system", 'eq $left "system"'),
-    Condition(lambda position: position.previous_role == "user", 'eq $left "user"'),
-    Condition(lambda position: position.has_system, "$has_system"),
-    Condition(lambda position: position.num_remaining == 1, "eq $num_left 1"),
-    Condition(lambda position: position.num_remaining == 2, "eq $num_left 2"),
-    Condition(lambda position: position.has_user, "$has_asked"),
-    Condition(lambda position: position.has_assistant, "$has_replied"),
+    Condition("previous_role", "assistant", 'eq $left "assistant"'),
+    Condition("previous_role", "", "not $left"),
+    Condition("previous_role", "system", 'eq $left "system"'),
+    Condition("previous_role", "user", 'eq $left "user"'),
+    Condition("has_system", True, "$has_system"),
+    Condition("num_remaining", 1, "eq $num_left 1"),
+    Condition("num_remaining", 2, "eq $num_left 2"),
+    Condition("has_user", True, "$has_asked"),
+    Condition("has_assistant", True, "$has_replied"),
 )
 """Conditions for the decision trees; if several split equally well, the first is used."""
 

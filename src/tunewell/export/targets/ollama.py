@@ -58,7 +58,7 @@ class OllamaTarget(ExportTarget):
             license=context.card.license,
         )
         (folder / "Modelfile").write_text(text, encoding="utf-8", newline="\n")
-        context.notes += [f"Ollama: {note}" for note in template.go.notes]
+        context.notes += [f"Ollama: {note}" for note in template.notes]
         return [context.artefact(self.name, "", folder)]
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
@@ -129,9 +129,9 @@ def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
             return _failed(f"the Modelfile differs from the one derived from the model: {difference}")
     else:
         template = derive_template(source, tokenizer=tokenizer, adds_bos=gguf_adds_bos(folder / file), date=date)
-        if f'TEMPLATE """{template.go.text}"""\n' not in text:
+        if f'TEMPLATE """{template.text}"""\n' not in text:
             return _failed("the template in the Modelfile differs from the one derived from the model")
-    message = f"renders {template.go.num_checked} conversations exactly as the model's own template"
+    message = f"renders {template.num_checked} conversations exactly as the model's own template"
     return Check(name="template", is_ok=True, words=f"{message}; stops at {', '.join(template.stops)}")
 
 
