@@ -95,11 +95,10 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
             found += _last_logits(model, [probe], proof.num_positions, context.progress)
     is_finite = all(bool(np.isfinite(rows).all()) for rows in found)
     message = "all logits are finite" if is_finite else "some logits are NaN or infinite"
-    ordered = [*(own for own in pairs if not own[0].is_long), *(own for own in pairs if own[0].is_long)]
     return [
         Check(name="finite", is_ok=is_finite, words=message),
         ids_check,
-        check_logits(artefact.name, [logits for _, logits in ordered], found),
+        check_logits(artefact.name, [logits for _, logits in pairs], found),
         check_answers(proof, [answer.ids for answer in answers], is_exact=artefact.precision == "f32"),
         check_stop(proof, sorted(stops), [answer.ended for answer in answers], is_list=False),
         *file_checks,

@@ -16,7 +16,7 @@ from tunewell.export.gguf.write import write_gguf
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
 from tunewell.export.proof.reference import ProofContext
-from tunewell.export.proof.tensors import is_adapter_tensor
+from tunewell.export.proof.tensors import merged_names
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
 from tunewell.export.targets.merged import num_weights, unique_tensors, write_model, write_settings
 from tunewell.records.parity import Artefact, Check
@@ -108,13 +108,7 @@ class GgufTarget(ExportTarget):
 def _is_written_from_memory(context: ExportContext) -> bool:
     """Return True if the GGUF files can be written from the loaded model, without a temporary fp32 copy on disk."""
     model = context.model.model
-    # Before the merge, the weights of adapted layers have longer names.
-    weights = {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in unique_tensors(model).items()
-        if not is_adapter_tensor(name)
-    }
-    return has_file_names(weights, read_settings(model.config.to_dict()))
+    return has_file_names(merged_names(unique_tensors(model).items()), read_settings(model.config.to_dict()))
 
 
 def gguf_bytes(weights: int, name: str) -> int:
