@@ -345,18 +345,16 @@ class DiskSpace:
 
     written: dict[str, int]
     """Bytes by artefact name."""
-    temporary_bytes: int
     free_bytes: int
 
     @property
     def needed_bytes(self) -> int:
         """The peak disk usage."""
-        return sum(self.written.values()) + self.temporary_bytes + _OTHER_FILES_BYTES
+        return sum(self.written.values()) + _OTHER_FILES_BYTES
 
     def __str__(self) -> str:
         artefacts = ", ".join(f"{name} {size_bytes(size)}" for name, size in self.written.items())
-        temporary = f", and {size_bytes(self.temporary_bytes)} temporarily" if self.temporary_bytes else ""
-        return f"will write about {artefacts}{temporary}; {size_bytes(self.free_bytes)} free"
+        return f"will write about {artefacts}; {size_bytes(self.free_bytes)} free"
 
     def require_enough(self, out: Path) -> None:
         """Raise UserError if there is less free space than the export needs."""
@@ -370,7 +368,5 @@ class DiskSpace:
 
 def estimate_disk_space(targets: Iterable[ExportTarget], context: ExportContext) -> DiskSpace:
     """Return the disk space that all targets need together."""
-    uses = [target.disk_use(context) for target in targets]
-    written = {name: size for use in uses for name, size in use.written.items()}
-    temporary = max((use.temporary_bytes for use in uses), default=0)
-    return DiskSpace(written, temporary, shutil.disk_usage(context.staging_dir).free)
+    written = {name: size for target in targets for name, size in target.disk_use(context).written.items()}
+    return DiskSpace(written, shutil.disk_usage(context.staging_dir).free)

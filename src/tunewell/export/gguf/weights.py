@@ -68,15 +68,6 @@ def text_tensors(tensors: Mapping[str, _Tensor], settings: Settings) -> dict[str
     return found
 
 
-def has_file_names(tensors: Mapping[str, Tensor], settings: Settings) -> bool:
-    """Return True if a loaded model's tensors can be written as they are; some are split or renamed when saved."""
-    try:
-        open_weights(Path(), settings, tensors)
-    except UserError:
-        return False
-    return True
-
-
 def open_weights(folder: Path, settings: Settings, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Open the weights of a folder, or `tensors`; raise UserError if some are missing, unknown or of another shape.
 

@@ -108,7 +108,11 @@ def sketch_model(
     merging does not affect the sketches.
     """
     adapted = {f"{name}.weight": layer for name, layer in adapter_layers(model).items()}
-    weights = merged_names(model.named_parameters(remove_duplicate=False))
+    weights = {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if not name.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector"))
+    }
     first_names: dict[int, str] = {}
     for name, weight in weights.items():
         first_names.setdefault(id(weight), name)
@@ -156,15 +160,6 @@ def _sketch_merged(weight: Tensor, layer: AdapterLayer) -> Sketch:
     # With the norm of a sign vector, rounded to fp32 as in the file, so that later products are the same.
     direction = (unit * len(unit) ** 0.5).float().double().numpy()
     return sketch(weight, direction, change=layer.weight_change)
-
-
-def merged_names(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the weights of a model by their names after the merge, without the parameters of its adapter."""
-    return {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in tensors
-        if not name.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector"))
-    }
 
 
 @cache

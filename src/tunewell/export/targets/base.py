@@ -58,8 +58,6 @@ class DiskUse:
 
     written: dict[str, int]
     """Bytes by artefact name, e.g. `gguf q8_0`."""
-    temporary_bytes: int = 0
-    """Size of the files that exist only during the export."""
 
 
 @dataclass(frozen=True)

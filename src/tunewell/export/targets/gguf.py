@@ -11,14 +11,12 @@ from typing import ClassVar
 from tunewell.core.progress import Progress, with_stage
 from tunewell.export.gguf.architecture import read_settings
 from tunewell.export.gguf.tokenizer import read_vocabulary
-from tunewell.export.gguf.weights import has_file_names
 from tunewell.export.gguf.write import write_gguf
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
 from tunewell.export.proof.reference import ProofContext
-from tunewell.export.proof.tensors import merged_names
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
-from tunewell.export.targets.merged import num_weights, unique_tensors, write_model, write_settings
+from tunewell.export.targets.merged import num_weights, unique_tensors, write_settings
 from tunewell.records.parity import Artefact, Check
 
 _BITS_PER_WEIGHT = {
@@ -50,34 +48,28 @@ class GgufTarget(ExportTarget):
         adds_bos(facts)
 
     def disk_use(self, context: ExportContext) -> DiskUse:
-        """Return the size of each file, and of the temporary fp32 model if they are converted from its files."""
+        """Return the size of each file."""
         weights = num_weights(context)
-        written = {f"{self.name} {name}": gguf_bytes(weights, name) for name in self.formats(context.options)}
-        return DiskUse(written, temporary_bytes=0 if _is_written_from_memory(context) else gguf_bytes(weights, "f32"))
+        return DiskUse({f"{self.name} {name}": gguf_bytes(weights, name) for name in self.formats(context.options)})
 
     def write(self, context: ExportContext) -> list[Artefact]:
         """Convert the merged fp32 weights, so that they are rounded only once."""
         folder = context.staging_dir / self.name
         folder.mkdir(exist_ok=True)
-        artefacts = []
-        in_memory = _is_written_from_memory(context)
-        with tempfile.TemporaryDirectory(dir=context.staging_dir, prefix=".fp32-") as work:
-            model_folder = Path(work) / "model"
-            if in_memory:
-                write_settings(context, model_folder)
-            else:
-                write_model(context, model_folder, "fp32")
+        model, card, artefacts = context.model.model, context.card, []
+        with tempfile.TemporaryDirectory(prefix="tunewell-settings-") as settings_folder:
+            write_settings(context, Path(settings_folder))
             for name in self.formats(context.options):
-                path = folder / f"{_file_name(context.card.name)}-{name}.gguf"
+                path = folder / f"{_file_name(card.name)}-{name}.gguf"
                 stage = f"writing {path.name}"
                 context.progress(Progress(stage))
                 written = write_gguf(
-                    model_folder,
+                    Path(settings_folder),
                     path,
                     kind=name,
-                    name=context.card.name,
-                    license=context.card.license,
-                    tensors=unique_tensors(context.model.model) if in_memory else None,
+                    name=card.name,
+                    license=card.license,
+                    tensors=unique_tensors(model),
                     progress=with_stage(context.progress, stage),
                 )
                 context.notes += [note for note in written.notes if note not in context.notes]
@@ -85,7 +77,6 @@ class GgufTarget(ExportTarget):
         stage = "rounding the trained tensors for the verification"
         context.progress(Progress(stage))
         files = [own.path for own in (*context.artefacts, *artefacts) if own.kind == self.name]
-        model = context.model.model
         rounded = quantized_sketches(
             [context.staging_dir / path for path in files],
             model,
@@ -103,12 +94,6 @@ class GgufTarget(ExportTarget):
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep:
         """Return the command that starts a chat with the first file."""
         return NextStep(shlex.join(["tunewell", "chat", str(folder / artefacts[0].path)]))
-
-
-def _is_written_from_memory(context: ExportContext) -> bool:
-    """Return True if the GGUF files can be written from the loaded model, without a temporary fp32 copy on disk."""
-    model = context.model.model
-    return has_file_names(merged_names(unique_tensors(model).items()), read_settings(model.config.to_dict()))
 
 
 def gguf_bytes(weights: int, name: str) -> int:
