@@ -48,8 +48,10 @@ def bounds() -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: Path, artefact: Artefact) -> Check:
-    """Check that every file of an artefact is unchanged, and that its folder contains no other files."""
-    problems = [*damaged_files(folder, artefact.sha256s), *_other_files(folder, artefact)]
+    """Check that every file of an artefact is unchanged, and that its folder contains no files that a loader reads."""
+    others = [name for name in visible_files(folder, folder / artefact.path) if name not in artefact.sha256s]
+    problems = damaged_files(folder, artefact.sha256s)
+    problems += [f"`{name}` does not belong to the artefact" for name in others]
     message = "; ".join(problems[:MAX_SHOWN]) or f"{count(len(artefact.sha256s), 'file')} unchanged"
     return Check(name="files", is_ok=not problems, words=message)
 
@@ -61,15 +63,13 @@ def damaged_files(folder: Path, sha256s: Mapping[str, str]) -> list[str]:
     return [*(f"`{name}` is missing" for name in missing), *(f"`{name}` was changed" for name in changed)]
 
 
-def _other_files(folder: Path, artefact: Artefact) -> list[str]:
-    """Return a message for each file in an artefact's folder that does not belong to it; a loader might read it."""
-    own_folder = folder / artefact.path
-    if not own_folder.is_dir():
-        return []
-    names = (path.relative_to(folder).as_posix() for path in sorted(own_folder.rglob("*")) if path.is_file())
-    # No loader reads hidden files; operating systems and git create them.
-    visible = (name for name in names if not any(part.startswith(".") for part in Path(name).parts))
-    return [f"`{name}` does not belong to the artefact" for name in visible if name not in artefact.sha256s]
+def visible_files(folder: Path, place: Path) -> list[str]:
+    """Return the names, relative to `folder`, of a file or of the files in a folder.
+
+    Hidden files are left out: no loader reads them, and operating systems and git create them.
+    """
+    paths = [path.relative_to(folder) for path in sorted((place, *place.rglob("*"))) if path.is_file()]
+    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
 
 
 # Text.
