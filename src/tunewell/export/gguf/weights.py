@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, read_text
-from tunewell.export.gguf.architecture import Settings
+from tunewell.export.gguf.architecture import Settings, rope_tables
 from tunewell.export.gguf.quantize import can_quantize, quantize_rows
 from tunewell.machine.facts import num_cores
 
@@ -103,7 +103,7 @@ def open_weights(folder: Path, settings: Settings, tensors: Mapping[str, Tensor]
 
 
 def name_tensors(weights: Mapping[str, Shaped], settings: Settings) -> list[NamedTensor]:
-    """Return the tensors of a GGUF file with their names in llama.cpp, in layer order."""
+    """Return the tensors of a GGUF file with their names in llama.cpp: the tables of RoPE, then in layer order."""
     import gguf
 
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == settings.gguf_name)
@@ -137,7 +137,9 @@ def name_tensors(weights: Mapping[str, Shaped], settings: Settings) -> list[Name
                 is_norm_plus_one=spec.get("norm_plus_one", False) and name.endswith("norm.weight"),
             )
         )
-    return sorted(tensors, key=lambda tensor: (tensor.name.startswith("blk."), _natural_order(tensor.name)))
+    tables = [NamedTensor(name, (name,), tuple(table.shape)) for name, table in rope_tables(settings).items()]
+    tensors.sort(key=lambda tensor: (tensor.name.startswith("blk."), _natural_order(tensor.name)))
+    return tables + tensors
 
 
 def load_tensor(tensor: NamedTensor, weights: Mapping[str, Tensor], head_dim: int) -> Tensor:

@@ -19,7 +19,7 @@ from tunewell.core.units import count
 from tunewell.export.gguf.architecture import Settings, metadata_fields, read_settings, rope_tables
 from tunewell.export.gguf.quantize import choose_types
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
-from tunewell.export.gguf.weights import LazyTensor, NamedTensor, load_tensor, name_tensors, open_weights
+from tunewell.export.gguf.weights import LazyTensor, load_tensor, name_tensors, open_weights
 from tunewell.model_files.files import locate
 
 # Upper bounds for the header: 1 MiB for names, fields and padding; per token its length, type, score and merge.
@@ -100,12 +100,10 @@ def _plan_tensors(
     """Return the tensors of the file by their names in llama.cpp, and the number that are larger than usual."""
     from gguf import GGMLQuantizationType
 
-    tables = rope_tables(settings)
-    named = [NamedTensor(name, (name,), tuple(table.shape)) for name, table in tables.items()]
-    named += name_tensors(weights, settings)
+    named = name_tensors(weights, settings)
     meta = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
     types, num_fallbacks = choose_types({tensor.name: tensor.shape for tensor in named}, meta, kind)
-    sources, head_dim = {**weights, **tables}, settings.values["head_dim"]
+    sources, head_dim = {**weights, **rope_tables(settings)}, settings.values["head_dim"]
     tensors = {
         own.name: LazyTensor(
             own.sources[0],

@@ -1,7 +1,7 @@
 """Verify a GGUF file: its metadata, each tensor, and the output of llama.cpp."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from tunewell.inference.decoder import Generated
 from tunewell.inference.generate import shared_prefix_length
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
-from tunewell.model_files.gguf import TensorEntry, read_metadata, read_tensor_table
+from tunewell.model_files.gguf import read_metadata, read_tensor_table
 from tunewell.models.gguf import read_entry
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Question
 
@@ -144,13 +144,27 @@ def check_gguf_tensors(
     progress: ProgressListener = silent,
 ) -> Check:
     """Dequantise every tensor of a file with the `gguf` package, and compare it with the trained tensor."""
-    expected = _expected_tensors(settings, sketches, rounded)
-    table = read_tensor_table(path)
-    names = [entry.name for entry in table]
+    import gguf
+
+    tables = {name: sketch(table) for name, table in rope_tables(settings).items()}
+    sources = {**text_tensors(sketches, settings), **tables}
+    expected = {tensor.name: tensor for tensor in name_tensors(text_tensors(sketches, settings), settings)}
+    table = {entry.name: entry for entry in read_tensor_table(path)}
+
+    def compare(name: str) -> Compared:
+        values, kind = read_entry(path, table[name]), gguf.GGMLQuantizationType(table[name].type_number).name
+        tensor = expected[name]
+        own = _stored_sketch([sources[source] for source in tensor.sources], tensor, settings)
+        rows = rounded.get(f"{kind}/{tensor.sources[0]}")
+        if rows is not None and tensor.is_interleaved:
+            rows = _interleave(rows, settings)
+        found = values.reshape(own.shape) if values.numel() == math.prod(own.shape) else values
+        return Compared(name, kind, own, sketch(found, own.direction), rows)
+
     return check_tensors(
-        _compare_file(path, table, expected, progress),
-        missing=[name for name in expected if name not in names],
-        unknown=[name for name in names if name not in expected],
+        map_tensors(compare, [name for name in table if name in expected], progress=progress),
+        missing=[name for name in expected if name not in table],
+        unknown=[name for name in table if name not in expected],
     )
 
 
@@ -188,32 +202,8 @@ def quantized_sketches(
         source, rounding = job
         return sketch(weights[source], sketches[source].direction, rounding=rounding).rows
 
-    rows = {}
-    for key, own in zip(jobs, map_tensors(round_rows, jobs.values()), strict=True):
-        rows[key] = own
-        progress(Progress("rounding", len(rows), len(jobs), "tensors"))
-    return rows
-
-
-def _expected_tensors(
-    settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
-) -> dict[str, tuple[Sketch, dict[str, Rows]]]:
-    """Return the sketch and the rounded rows of each tensor, with llama.cpp's names and row order."""
-    text_sketches = text_tensors(sketches, settings)
-    expected: dict[str, tuple[Sketch, dict[str, Rows]]] = {
-        name: (sketch(table), {}) for name, table in rope_tables(settings).items()
-    }
-    kinds = {key.partition("/")[0] for key in rounded}
-    for tensor in name_tensors(text_sketches, settings):
-        keys = {kind: f"{kind}/{tensor.sources[0]}" for kind in kinds}
-        rows = {kind: rounded[key] for kind, key in keys.items() if key in rounded}
-        if tensor.is_interleaved:
-            rows = {kind: _interleave(own, settings) for kind, own in rows.items()}
-        expected[tensor.name] = (
-            _stored_sketch([text_sketches[name] for name in tensor.sources], tensor, settings),
-            rows,
-        )
-    return expected
+    rows = map_tensors(round_rows, jobs.values(), stage="rounding", progress=progress)
+    return dict(zip(jobs, rows, strict=True))
 
 
 def _stored_sketch(sources: Sequence[Sketch], tensor: NamedTensor, settings: Settings) -> Sketch:
@@ -231,26 +221,6 @@ def _interleave(rows: Rows, settings: Settings) -> Rows:
     """Reorder the rows of queries and keys as in llama.cpp, which stores rotary pairs in adjacent rows."""
     half = settings.values["head_dim"] // 2
     return rows.reshape(-1, 2, half, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _compare_file(
-    path: Path,
-    table: Iterable[TensorEntry],
-    expected: Mapping[str, tuple[Sketch, dict[str, Rows]]],
-    progress: ProgressListener,
-) -> Iterator[Compared]:
-    import gguf
-
-    def compare(entry: TensorEntry) -> Compared:
-        values, kind = read_entry(path, entry), gguf.GGMLQuantizationType(entry.type_number).name
-        own, rounded = expected[entry.name]
-        found = values.reshape(own.shape) if values.numel() == math.prod(own.shape) else values
-        return Compared(entry.name, kind, own, sketch(found, own.direction), rounded.get(kind))
-
-    entries = [entry for entry in table if entry.name in expected]
-    for index, pair in enumerate(map_tensors(compare, entries), start=1):
-        progress(Progress("tensors", index, len(entries), "tensors"))
-        yield pair
 
 
 def _is_same(found: Any, expected: Any) -> bool:

@@ -10,7 +10,7 @@ estimate |d| without a second copy of the weights:
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -93,10 +93,18 @@ def sketch(
     return Sketch(shape, np.concatenate(products), np.concatenate(lengths), *trained)
 
 
-def map_tensors(compute: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+def map_tensors(
+    compute: Callable[[_Item], _Result],
+    items: Collection[_Item],
+    *,
+    stage: str = "tensors",
+    progress: ProgressListener = silent,
+) -> Iterator[_Result]:
     """Yield the result of each item in order, computed on all cores with one torch thread each."""
     with torch_threads(1), ThreadPoolExecutor(max(useful_threads())) as pool:
-        yield from pool.map(torch.no_grad()(compute), items)
+        for index, result in enumerate(pool.map(torch.no_grad()(compute), items), start=1):
+            progress(Progress(stage, index, len(items), "tensors"))
+            yield result
 
 
 def sketch_model(
@@ -121,12 +129,9 @@ def sketch_model(
     def sketch_one(name: str) -> Sketch:
         return _sketch_merged(weights[name], adapted[name]) if name in adapted else sketch(weights[name])
 
-    sketches: dict[str, Sketch] = {}
     names = list(first_names.values())
-    for name, own in zip(names, map_tensors(sketch_one, names), strict=True):
-        progress(Progress("sketching", len(sketches), len(names), "tensors"))
-        sketches[name] = own
-    return sketches, tied
+    sketches = map_tensors(sketch_one, names, stage="sketching", progress=progress)
+    return dict(zip(names, sketches, strict=True)), tied
 
 
 def as_arrays(sketches: Mapping[str, Sketch]) -> dict[str, npt.NDArray[np.float32]]:
