@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+import torch
 from tokenizers import Tokenizer
 
 from tunewell.core.files import read_text, sha256_file, sha256_text
@@ -209,7 +210,7 @@ def _compare_rows(reference: Logits, found: Logits, tie: float) -> tuple[np.ndar
     difference = np.abs(expected - got)
     every, top, found_top = np.arange(len(expected)), expected.argmax(axis=1), got.argmax(axis=1)
     is_tie = expected[every, top] - expected[every, found_top] < tie * expected.std(axis=1)
-    log_expected, log_got = (rows - _log_sum_exp(rows) for rows in (expected, got))
+    log_expected, log_got = (torch.log_softmax(torch.from_numpy(rows), dim=1).numpy() for rows in (expected, got))
     kl = (np.exp(log_expected) * (log_expected - log_got)).sum(axis=1)
     return difference.max(axis=1), difference.sum(axis=1), top == found_top, is_tie, kl
 
@@ -236,11 +237,6 @@ def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]
     )
     figures = {**difference.__dict__, "wrong_tops": difference.wrong_tops}
     return Check(name="logits", is_ok=is_ok, words=message, figures=figures, bound=allowed)
-
-
-def _log_sum_exp(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    top = logits.max(axis=1, keepdims=True)
-    return top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
 
 
 # Settings stored beside the weights.

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -146,17 +145,19 @@ def check_merge(model: ChatModel, proof: Proof, reference: Reference, *, progres
     """Raise UserError if the merged weights differ from the trained model; later, rounding would hide a difference."""
     # Every tensor is compared, so logits only have to detect that the layers do not compute what their weights say.
     # The shortest texts are enough for that: their logits must be equal in fp32.
-    lengths = [len(probe.ids) for probe in proof.probes]
-    chosen = np.argsort(lengths, kind="stable")[: -(-_MERGE_POSITIONS // proof.num_positions)].tolist()
-    progress = with_stage(progress, "checking the merged weights")
-    prompts = [proof.probes[index].ids for index in chosen]
-    logits = last_logits(model.model, prompts, number=proof.num_positions, progress=progress)
+    pairs = sorted(zip(proof.probes, reference.logits, strict=True), key=lambda pair: len(pair[0].ids))
+    pairs = pairs[: -(-_MERGE_POSITIONS // proof.num_positions)]
+    logits = last_logits(
+        model.model,
+        [probe.ids for probe, _ in pairs],
+        number=proof.num_positions,
+        progress=with_stage(progress, "checking the merged weights"),
+    )
     weights = dict(model.model.named_parameters())
-    checks = [
-        check_logits("merged fp32", [reference.logits[index] for index in chosen], logits),
+    for check in (
+        check_logits("merged fp32", [rows for _, rows in pairs], logits),
         check_tensors(compare_weights(weights, reference.sketches, "F32"), missing=(), unknown=()),
-    ]
-    for check in checks:
+    ):
         if not check.is_ok:
             raise UserError(
                 f"the merged weights differ from the trained model: {check.words}",
@@ -191,18 +192,13 @@ def find_stop_ids(model: ChatModel) -> list[int]:
     assert model.masker is not None
     marker = model.masker.frame.end_marker
     end_of_turn = model.tokenizer.backend.token_to_id(marker) if marker else None
-    return list(dict.fromkeys([*([end_of_turn] if end_of_turn is not None else []), *model.stop_ids]))
+    return [number for number in dict.fromkeys([end_of_turn, *model.stop_ids]) if number is not None]
 
 
 def probe_messages() -> list[list[dict[str, str]]]:
     """Return the test conversations of every export: system prompts, several turns, scripts, spaces and digits."""
     lines = files("tunewell.export.proof").joinpath("probes.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["messages"] for line in lines]
-
-
-def _plain_texts() -> list[str]:
-    """Return the messages of the test conversations."""
-    return list(dict.fromkeys(message["content"] for messages in probe_messages() for message in messages))
 
 
 def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKENS) -> tuple[int, str | None]:
@@ -281,21 +277,21 @@ def _held_out_prompts(model: ChatModel) -> list[list[int]]:
 def _model_facts(
     model: ChatModel, stop_ids: list[int], sketches: dict[str, Sketch], tied: dict[str, str]
 ) -> ModelFacts:
-    generation = deepcopy(model.model.generation_config)
-    assert generation is not None
+    assert model.model.generation_config is not None
     # Replies end as in training, whatever the base model's settings are. There is no padding.
-    generation.eos_token_id, generation.pad_token_id = stop_ids or None, None
-    special = model.tokenizer.special_tokens
-    special_ids = {name: model.tokenizer.backend.token_to_id(text) for name, text in special.items() if text}
+    ends = {"eos_token_id": stop_ids or None, "pad_token_id": None}
+    backend, special = model.tokenizer.backend, model.tokenizer.special_tokens
+    special_ids = {name: backend.token_to_id(text) for name, text in special.items() if text}
+    texts = dict.fromkeys(message["content"] for messages in probe_messages() for message in messages)
     return ModelFacts(
         config=plain_settings(model.model.config.to_dict()),
-        generation=plain_settings(generation.to_dict()),
+        generation=plain_settings(model.model.generation_config.to_dict() | ends),
         special_tokens=dict(special),
         special_ids={name.removesuffix("_token"): own for name, own in special_ids.items() if own is not None},
         max_length=model.tokenizer.max_length,
         vocabulary=vocabulary_digest(model.tokenizer),
-        tokenizer=tokenizer_digest(model.tokenizer.backend),
-        plain_texts=[PlainText(text=text, ids=model.tokenizer.backend.encode(text).ids) for text in _plain_texts()],
+        tokenizer=tokenizer_digest(backend),
+        plain_texts=[PlainText(text=text, ids=backend.encode(text).ids) for text in texts],
         shapes={name: list(own.shape) for name, own in sketches.items()},
         twins=tied,
     )
