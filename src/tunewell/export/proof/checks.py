@@ -23,7 +23,7 @@ from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.data.tokenizers.sentencepiece import UNUSED
 from tunewell.inference.generate import shared_prefix_length
-from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Proof
+from tunewell.records.parity import Artefact, Check, Proof, ProofProbe, TrainedFacts
 
 Logits = npt.NDArray[np.float32]
 MAX_SHOWN = 3
@@ -102,7 +102,7 @@ def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str
     return Check(name="template", is_ok=not wrong, words=message)
 
 
-def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, library: str) -> Check:
+def check_ids(proof: Proof, tokenize: Callable[[ProofProbe], Sequence[int]], *, library: str) -> Check:
     """Check that a library's tokenizer produces the same token ids as in training for every probe."""
     wrong = []
     for probe in proof.probes:
@@ -248,7 +248,7 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(relevant, sort_keys=True, default=str))
 
 
-def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any, generation: Any) -> Check:
+def check_settings(path: Path, tokenizer: Any, facts: TrainedFacts, *, config: Any, generation: Any) -> Check:
     """Compare a folder's settings, as read by transformers, with the model's; `config` is None for an adapter."""
     problems = _differences("generation_config.json", plain_settings(generation.to_dict()), facts.generation)
     if config is not None:
@@ -271,7 +271,7 @@ def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any
     return Check(name="settings", is_ok=not problems, words=message, figures={"wrong": len(problems)})
 
 
-def _tokenizer_problems(path: Path, tokenizer: Any, facts: ModelFacts) -> list[str]:
+def _tokenizer_problems(path: Path, tokenizer: Any, facts: TrainedFacts) -> list[str]:
     """Compare every part of `tokenizer.json`, the text of the template, and the ids of plain texts with the run's."""
     found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json"))) if facts.tokenizer else {}
     problems = [

@@ -51,7 +51,7 @@ from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.model_files.gguf import read_metadata, read_tensor_table
 from tunewell.models.gguf import read_entry
-from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Question
+from tunewell.records.parity import Artefact, Check, ProofProbe, ProofQuestion, TrainedFacts
 
 _SPARE_TOKENS = 64
 _SMALL_FILE_BYTES = 64 * 2**20
@@ -105,7 +105,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
     ]
 
 
-def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_ids: Sequence[int]) -> Check:
+def check_gguf_fields(path: Path, settings: Settings, facts: TrainedFacts, stop_ids: Sequence[int]) -> Check:
     """Compare the metadata, special tokens and vocabulary of a file with the model's."""
     found = read_metadata(path)
     expected: dict[str, Any] = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
@@ -235,7 +235,7 @@ def _open_model(path: Path, num_tokens: int) -> LlamaModel:
     return find_llama().open(path, context=num_tokens + _SPARE_TOKENS, threads=threads)
 
 
-def _tokenize(model: LlamaModel, probe: Probe) -> list[int]:
+def _tokenize(model: LlamaModel, probe: ProofProbe) -> list[int]:
     text = probe.text
     if model.adds_bos and model.bos is not None:
         # llama.cpp adds the BOS token; its programs first remove the one that the template wrote.
@@ -243,7 +243,9 @@ def _tokenize(model: LlamaModel, probe: Probe) -> list[int]:
     return model.tokenize(text, add_special=True, parse_special=True)
 
 
-def _last_logits(model: LlamaModel, probes: Sequence[Probe], number: int, progress: ProgressListener) -> list[Logits]:
+def _last_logits(
+    model: LlamaModel, probes: Sequence[ProofProbe], number: int, progress: ProgressListener
+) -> list[Logits]:
     logits = []
     for index, probe in enumerate(probes):
         progress(Progress("logits", index, len(probes), "texts"))
@@ -251,7 +253,7 @@ def _last_logits(model: LlamaModel, probes: Sequence[Probe], number: int, progre
     return logits
 
 
-def _answer(model: LlamaModel, question: Question, max_new_tokens: int, stops: Collection[int]) -> Generated:
+def _answer(model: LlamaModel, question: ProofQuestion, max_new_tokens: int, stops: Collection[int]) -> Generated:
     """Return llama.cpp's greedy answer by speculative decoding: the draft is the answer of the trained model.
 
     One forward pass tests every token of the draft. Only tokens after the first difference are generated one by one.

@@ -35,7 +35,7 @@ from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import last_logits
 from tunewell.models.base_content import read_content
 from tunewell.records.manifest import read_manifest
-from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, PlainText, Probe, Proof, Question
+from tunewell.records.parity import PROOF_FILES, Artefact, PlainText, Proof, ProofProbe, ProofQuestion, TrainedFacts
 from tunewell.training.evaluate import questions_of
 
 ANSWER_TOKENS = 48
@@ -68,7 +68,7 @@ class Reference:
         save_file(logits | as_arrays(self.sketches) | rounded, path)
 
     @classmethod
-    def load(cls, path: Path, facts: ModelFacts | None) -> "Reference":
+    def load(cls, path: Path, facts: TrainedFacts | None) -> "Reference":
         """Read a reference; raise UserError if the file is missing or damaged."""
         try:
             arrays = load_file(path)
@@ -105,7 +105,7 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
         model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids, progress=with_stage(progress, stage)
     )
     questions = [
-        Question(ids=list(ids), answer=answer.ids, ended=answer.ended, text=model.decode(answer.ids))
+        ProofQuestion(ids=list(ids), answer=answer.ids, ended=answer.ended, text=model.decode(answer.ids))
         for ids, answer in zip(prompts, answers, strict=True)
     ]
     stage = "sketching the trained tensors"
@@ -220,7 +220,7 @@ def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKE
     return length, note if length <= last else None
 
 
-def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[Probe], list[str]]:
+def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[ProofProbe], list[str]]:
     """Return the probes, rendered as in training, with notes; conversations that the template rejects are left out."""
     probes = [probe for messages in probe_messages() if (probe := _make_probe(model, messages)) is not None]
     if not probes:
@@ -235,18 +235,18 @@ def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[Probe], lis
     return probes, [f"not tested beyond {longest} tokens: the model's context length is not much longer"]
 
 
-def _make_probe(model: ChatModel, messages: list[dict[str, str]]) -> Probe | None:
+def _make_probe(model: ChatModel, messages: list[dict[str, str]]) -> ProofProbe | None:
     assert model.masker is not None
     try:
         text = model.masker.template.render(messages, None, add_generation_prompt=True)
         ids = prompt_ids(model.masker, model.encoder, messages)
         whole = model.tokenizer.backend.encode(text, add_special_tokens=False).ids
-        return Probe(messages=messages, text=text, ids=ids, whole_ids=None if whole == ids else whole)
+        return ProofProbe(messages=messages, text=text, ids=ids, whole_ids=None if whole == ids else whole)
     except (TemplateFailed, UserError):
         return None
 
 
-def _make_long_probe(model: ChatModel, probes: Sequence[Probe], length: int) -> Probe | None:
+def _make_long_probe(model: ChatModel, probes: Sequence[ProofProbe], length: int) -> ProofProbe | None:
     """Return a probe that repeats all questions up to `length` tokens, or None if it is not the longest probe."""
     texts = [message["content"] for probe in probes for message in probe.messages if message["role"] == "user"]
     longest = None
@@ -276,14 +276,14 @@ def _held_out_prompts(model: ChatModel) -> list[list[int]]:
 
 def _model_facts(
     model: ChatModel, stop_ids: list[int], sketches: dict[str, Sketch], tied: dict[str, str]
-) -> ModelFacts:
+) -> TrainedFacts:
     assert model.model.generation_config is not None
     # Replies end as in training, whatever the base model's settings are. There is no padding.
     ends = {"eos_token_id": stop_ids or None, "pad_token_id": None}
     backend, special = model.tokenizer.backend, model.tokenizer.special_tokens
     special_ids = {name: backend.token_to_id(text) for name, text in special.items() if text}
     texts = dict.fromkeys(message["content"] for messages in probe_messages() for message in messages)
-    return ModelFacts(
+    return TrainedFacts(
         config=plain_settings(model.model.config.to_dict()),
         generation=plain_settings(model.model.generation_config.to_dict() | ends),
         special_tokens=dict(special),

@@ -19,7 +19,7 @@ from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.models.load import LoadOptions, load_dequantized, load_model, not_finite_names
 from tunewell.models.support import quiet, text_weights
-from tunewell.records.parity import Artefact, Check, Probe
+from tunewell.records.parity import Artefact, Check, ProofProbe
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -61,7 +61,7 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, confi
     with quiet():
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
 
-    def tokenize(probe: Probe) -> list[int]:
+    def tokenize(probe: ProofProbe) -> list[int]:
         with clock_at(proof.date):
             encoded = tokenizer.apply_chat_template(
                 probe.messages, add_generation_prompt=True, tokenize=True, return_dict=True
