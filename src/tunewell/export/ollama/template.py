@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunewell.core.errors import UserError
+from tunewell.core.text import shorten
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.ollama.layout import (
     Layout,
@@ -241,9 +242,6 @@ def _without_bos(bos: str, render: Render, *, has_bos: bool) -> Render:
 
 def _format_conversation(conversation: Sequence[Message], max_chars: int = 60) -> str:
     """Format a conversation on one line; long messages and conversations are truncated."""
-    shown = [dict(message) for message in conversation[:8]]
-    for message in shown:
-        if len(message["content"]) > max_chars:
-            message["content"] = message["content"][:max_chars] + "..."
+    shown = [{**message, "content": shorten(message["content"], max_chars)} for message in conversation[:8]]
     more = f" and {len(conversation) - 8} more" if len(conversation) > 8 else ""
     return json.dumps(shown, ensure_ascii=False) + more
