@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from gguf_tiny import save, tiny, write_pieces
+from gguf_tiny import save, tiny, write_gguf, write_pieces
 from tiny import CHATML, write_tiny_model
 from tokenizer_references import LlamaCpp, random_texts, train_byte_level
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tunewell.core.errors import UserError
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf.tokenizer import read_vocabulary
-from tunewell.export.gguf.write import write_gguf
 
 TEXTS = random_texts(300, seed=11)
 ASCII = [text for text in random_texts(2000, seed=12) if text.isascii()]

@@ -1,22 +1,18 @@
-"""Read tensors from safetensors files, name them as llama.cpp does, and encode them for a GGUF file."""
+"""Name tensors as llama.cpp does, and encode them for a GGUF file."""
 
 import math
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, read_text
 from tunewell.export.gguf.architecture import Settings, rope_tables
 from tunewell.export.gguf.quantize import can_quantize, quantize_rows
 from tunewell.machine.facts import num_cores
@@ -68,12 +64,9 @@ def text_tensors(tensors: Mapping[str, _Tensor], settings: Settings) -> dict[str
     return found
 
 
-def open_weights(folder: Path, settings: Settings, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Open the weights of a folder, or `tensors`; raise UserError if some are missing, unknown or of another shape.
-
-    The files are memory-mapped: a tensor is read when its values are used.
-    """
-    weights = text_tensors(_open_files(folder) if tensors is None else tensors, settings)
+def file_tensors(tensors: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
+    """Return the tensors of a text model; raise UserError if some are missing, unknown or of another shape."""
+    weights = text_tensors(tensors, settings)
     weights = {name: tensor for name, tensor in weights.items() if not _BUFFERS.search(name)}
     expected = _expected_shapes(settings)
     if settings.values["tie_word_embeddings"]:
@@ -81,7 +74,6 @@ def open_weights(folder: Path, settings: Settings, tensors: Mapping[str, Tensor]
         if _HEAD in weights and not torch.equal(weights.pop(_HEAD), weights[_EMBEDDING]):
             raise UserError(
                 "config.json declares tied embeddings, but the embedding and the head are different tensors",
-                where=str(folder),
                 fix="set `tie_word_embeddings` to false in config.json if the head was trained separately",
             )
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -96,7 +88,6 @@ def open_weights(folder: Path, settings: Settings, tensors: Mapping[str, Tensor]
     if problems:
         raise UserError(
             f"the tensors do not match config.json: {'; '.join(problems)}",
-            where=str(folder),
             fix="export the model again: its files are incomplete or from different models",
         )
     return weights
@@ -158,25 +149,6 @@ def _expected_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings.config)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _open_files(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of the safetensors files of a model folder, memory-mapped."""
-    index = folder / "model.safetensors.index.json"
-    names = set(parse_json(read_text(index))["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    if missing := sorted(name for name in names if not (folder / name).is_file()):
-        raise UserError(
-            f"`{missing[0]}` is missing" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""),
-            where=str(folder),
-            fix="pass the folder of a complete model in safetensors format; merge an adapter first",
-        )
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(names):
-        try:
-            tensors |= load_file(folder / name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"`{name}` cannot be read: {error}", where=str(folder / name)) from None
-    return tensors
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Write a model folder in transformers format as one GGUF file: metadata, tokenizer and tensors."""
+"""Write a model as one GGUF file: metadata, tokenizer and tensors."""
 
 import math
 import os
@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tunewell.core.errors import UserError
 from tunewell.core.files import disk_full_as_user_error, require_disk_space, sync_folder
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.export.gguf.architecture import Settings, metadata_fields, read_settings, rope_tables
 from tunewell.export.gguf.quantize import choose_types
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
-from tunewell.export.gguf.weights import LazyTensor, load_tensor, name_tensors, open_weights
+from tunewell.export.gguf.weights import LazyTensor, file_tensors, load_tensor, name_tensors
 from tunewell.model_files.files import locate
 
 # Upper bounds for the header: 1 MiB for names, fields and padding; per token its length, type, score and merge.
@@ -44,14 +43,14 @@ def write_gguf(
     target: Path,
     *,
     kind: str,
+    tensors: Mapping[str, torch.Tensor],
     name: str | None = None,
     license: str | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
     progress: ProgressListener = silent,
 ) -> GgufPlan:
-    """Convert a Hugging Face model folder to a GGUF file; replace `target` only when the new file is complete.
+    """Write the tensors of a model to a GGUF file; replace `target` only when the new file is complete.
 
-    `tensors` are the weights of a loaded model; the folder then needs only its settings and tokenizer.
+    The folder contains the `config.json` and the tokenizer of the model.
 
     Raises UserError for a model or tokenizer that llama.cpp would read differently, for values that are not finite,
     and for a full disk.
@@ -73,15 +72,13 @@ def write_gguf(
     return plan
 
 
-def plan_file(folder: Path, kind: str, weights: Mapping[str, torch.Tensor] | None = None) -> GgufPlan:
+def plan_file(folder: Path, kind: str, weights: Mapping[str, torch.Tensor]) -> GgufPlan:
     """Return the plan of a GGUF file without writing it; raise UserError for a model that cannot be converted."""
     config = locate(folder).read_object("config.json")
-    if not config:
-        raise UserError("config.json is missing", where=str(folder), fix="pass the folder of a complete model")
     settings = read_settings(config)
     num_rows = settings.values["vocab_size"]
     vocabulary = read_vocabulary(folder, num_rows=num_rows, config=config.get("text_config", {}) | config)
-    tensors, num_fallbacks = _plan_tensors(open_weights(folder, settings, weights), settings, kind)
+    tensors, num_fallbacks = _plan_tensors(file_tensors(weights, settings), settings, kind)
     texts, merges = (vocabulary.fields.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "merges"))
     header_bytes = sum(len(text) + _TOKEN_BYTES for text in texts) + sum(map(len, merges)) + _HEADER_BYTES
     notes = [*settings.notes, *vocabulary.notes]

@@ -67,9 +67,9 @@ class GgufTarget(ExportTarget):
                     Path(settings_folder),
                     path,
                     kind=name,
+                    tensors=unique_tensors(model),
                     name=card.name,
                     license=card.license,
-                    tensors=unique_tensors(model),
                     progress=with_stage(context.progress, stage),
                 )
                 context.notes += [note for note in written.notes if note not in context.notes]
