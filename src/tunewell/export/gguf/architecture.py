@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -36,13 +35,31 @@ class Settings:
     text_part: dict[str, Any]
     """Tensor names of the language model in a multimodal model; empty for a text model."""
     config: PreTrainedConfig
-    notes: tuple[str, ...]
-    """Notes for the user on what llama.cpp computes differently."""
 
     @property
     def gguf_name(self) -> str:
         """The architecture's name in llama.cpp."""
         return self.spec["gguf"]
+
+    @property
+    def ignored_window(self) -> int | None:
+        """The sliding window that llama.cpp ignores, if any."""
+        window, layer_types = self.values.get("sliding_window"), self.values.get("layer_types")
+        is_used = window and (layer_types is None or "sliding_attention" in layer_types)
+        return window if is_used and not self.spec.get("sliding_windows") else None
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user on what llama.cpp computes differently."""
+        notes, window = [], self.ignored_window
+        if window is not None and window < self.values["max_position_embeddings"]:
+            notes.append(
+                f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens, so answers "
+                "to longer texts differ"
+            )
+        if self.text_part:
+            notes.append("only the language model is written, not the vision part")
+        return notes
 
 
 @cache
@@ -87,26 +104,7 @@ def read_settings(config: dict[str, Any]) -> Settings:
             where=f"config.json of a `{kind}` model",
             fix="export it as `adapter` or `merged`",
         )
-    settings = Settings(model_type, values, rope, spec, text_part or {}, filled, notes=())
-    return replace(settings, notes=tuple(_notes(settings)))
-
-
-def ignored_window(settings: Settings) -> int | None:
-    """Return the sliding window that llama.cpp ignores, if any."""
-    window, layer_types = settings.values.get("sliding_window"), settings.values.get("layer_types")
-    is_used = window and (layer_types is None or "sliding_attention" in layer_types)
-    return window if is_used and not settings.spec.get("sliding_windows") else None
-
-
-def _notes(settings: Settings) -> Iterator[str]:
-    window = ignored_window(settings)
-    if window is not None and window < settings.values["max_position_embeddings"]:
-        yield (
-            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens, so answers to "
-            "longer texts differ"
-        )
-    if settings.text_part:
-        yield "only the language model is written, not the vision part"
+    return Settings(model_type, values, rope, spec, text_part or {}, filled)
 
 
 def _fill_defaults(model_type: str, config: dict[str, Any]) -> PreTrainedConfig:

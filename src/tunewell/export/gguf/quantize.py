@@ -27,7 +27,7 @@ def choose_types(shapes: Mapping[str, Shape], meta: Mapping[str, Any], kind: str
     """
     mixtures = _facts()["kinds"]
     names = sorted((name for name, shape in shapes.items() if _is_quantized(name, shape)), key=_layer_order)
-    preferred: dict[str, str] = dict.fromkeys(names, mixtures.get(kind, kind.upper()))
+    preferred = {name: str(mixtures.get(kind, kind.upper())) for name in names}
     if kind in mixtures:
         _prefer_more_bits(preferred, meta)
     types = {name: _fitting_type(shapes[name][-1], wanted) for name, wanted in preferred.items()}

@@ -58,7 +58,7 @@ def write_gguf(
     plan = plan_file(model_folder, kind, tensors)
     require_disk_space(target.parent, plan.num_bytes)
     writer = _make_writer(plan, kind)
-    _add_card(writer, plan, name or model_folder.name, license)
+    _add_fields(writer, _card_fields(plan, name or model_folder.name, license))
     _add_fields(writer, metadata_fields(plan.settings) | plan.vocabulary.fields)
     staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -143,16 +143,17 @@ def _write(writer: Any, path: Path, tensors: list[LazyTensor], progress: Progres
 _PHI_3 = re.compile("phi-?3", re.IGNORECASE)
 
 
-def _add_card(writer: Any, plan: GgufPlan, name: str, license: str | None) -> None:
-    """Write the model's name, licence and size."""
+def _card_fields(plan: GgufPlan, name: str, license: str | None) -> dict[str, Any]:
+    """Return the model's name, licence and size."""
     from gguf.utility import model_weight_count_rounded_notation
 
-    writer.add_type("model")
-    writer.add_name(_adjust_name(name, strips_spaces=plan.vocabulary.strips_spaces))
-    if license:
-        writer.add_license(license)
     num_parameters = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())
-    writer.add_size_label(model_weight_count_rounded_notation(num_parameters))
+    return {
+        "general.type": "model",
+        "general.name": _adjust_name(name, strips_spaces=plan.vocabulary.strips_spaces),
+        **({"general.license": license} if license else {}),
+        "general.size_label": model_weight_count_rounded_notation(num_parameters),
+    }
 
 
 def _adjust_name(name: str, *, strips_spaces: bool) -> str:

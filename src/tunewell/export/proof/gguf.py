@@ -15,13 +15,12 @@ from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf.architecture import (
     Settings,
-    ignored_window,
     llama_cpp_facts,
     metadata_fields,
     read_settings,
     rope_tables,
 )
-from tunewell.export.gguf.quantize import quantize_rows
+from tunewell.export.gguf.quantize import can_quantize, quantize_rows
 from tunewell.export.gguf.weights import NamedTensor, name_tensors, text_tensors
 from tunewell.export.proof.checks import (
     MAX_SHOWN,
@@ -66,7 +65,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
     window = None
     if proof.model is not None:
         settings = read_settings(proof.model.config)
-        window = ignored_window(settings)
+        window = settings.ignored_window
         file_checks += [
             check_gguf_fields(path, settings, proof.model, proof.stop_ids),
             check_gguf_tensors(path, settings, reference.sketches, reference.rounded, progress=context.progress),
@@ -211,7 +210,7 @@ def _stored_sketch(sources: Sequence[Sketch], tensor: NamedTensor, settings: Set
     if tensor.is_stacked:
         # Norms of single heads: every value is a row, so the rows are concatenated.
         rows = np.concatenate([source.rows for source in sources])
-        own = Sketch((len(rows),), rows, np.abs(rows[:, 0]))
+        own = Sketch.of_values(rows)
     if tensor.is_interleaved:
         own = own.map_rows(lambda rows: _interleave(rows, settings))
     return own.map_rows(lambda rows: rows + 1) if tensor.is_norm_plus_one else own
@@ -272,7 +271,7 @@ def _find_rounding(kind: str) -> Rounding | None:
     from gguf.quants import dequantize, quantize
 
     number = gguf.GGMLQuantizationType[kind]
-    if kind not in _PYTHON_TYPES and not find_llama().bindings.has_all("ggml_quantize_chunk"):
+    if kind not in _PYTHON_TYPES and not can_quantize():
         return None
 
     def round_rows(rows: Tensor) -> Tensor:

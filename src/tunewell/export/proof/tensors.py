@@ -54,12 +54,18 @@ class Sketch:
     change: Rows | None = None
     """The change of the last column of `rows` by training: [R, 1]."""
 
+    @classmethod
+    def of_values(cls, values: Rows) -> "Sketch":
+        """Return the sketch of a one-dimensional tensor with these values [R, 1]."""
+        return cls((len(values),), values, np.abs(values[:, 0]))
+
     def map_rows(self, change: Callable[[Rows], Rows]) -> "Sketch":
         """Return the sketch after a permutation of rows, or after an operation on the values of a 1-D tensor."""
-        rows = change(self.rows)
-        lengths = np.abs(rows[:, 0]) if len(self.shape) < 2 else change(self.lengths[:, None])[:, 0]
+        if len(self.shape) < 2:
+            return Sketch.of_values(change(self.rows))
+        lengths = change(self.lengths[:, None])[:, 0]
         added = None if self.change is None else change(self.change)
-        return Sketch(self.shape, rows, lengths, self.direction, added)
+        return Sketch(self.shape, change(self.rows), lengths, self.direction, added)
 
 
 def sketch(
@@ -73,8 +79,7 @@ def sketch(
     shape = tuple(tensor.shape)
     rows = tensor.detach().reshape(-1, shape[-1] if len(shape) > 1 else 1)
     if len(shape) < 2:
-        values = rows.double().numpy(force=True)
-        return Sketch(shape, values, np.abs(values[:, 0]))
+        return Sketch.of_values(rows.double().numpy(force=True))
     vectors = torch.from_numpy(_sign_vectors(shape[-1]))
     if direction is not None and len(direction) == shape[-1]:
         vectors = torch.cat([vectors, torch.from_numpy(direction)[:, None]], dim=1)

@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import tempfile
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -84,15 +85,13 @@ class OllamaTarget(ExportTarget):
 
 def _has_hard_links(folder: Path) -> bool:
     """Return True if the file system supports hard links; the GGUF file then needs no additional space."""
-    one, other = folder / ".one", folder / ".other"
-    try:
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        one = Path(place, "one")
         one.touch()
-        os.link(one, other)
-    except OSError:
-        return False
-    finally:
-        one.unlink(missing_ok=True)
-        other.unlink(missing_ok=True)
+        try:
+            os.link(one, one.with_name("other"))
+        except OSError:
+            return False
     return True
 
 
