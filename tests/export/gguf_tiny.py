@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf import write
-from tunewell.export.gguf.write import GgufPlan
+from tunewell.export.gguf.write import GgufPlan, GgufSource
 from tunewell.model_files.files import locate
 from tunewell.models.gguf import read_gguf_config, read_gguf_weights
 
@@ -126,19 +126,23 @@ def save(model: PreTrainedModel, folder: Path, **how: Any) -> Path:
     return write_tiny_model(folder)
 
 
-def write_gguf(folder: Path, target: Path, **how: Any) -> GgufPlan:
+def write_gguf(
+    folder: Path, target: Path, *, name: str | None = None, license: str | None = None, **how: Any
+) -> GgufPlan:
     """Write the model of a folder as a GGUF file."""
-    return write.write_gguf(folder, target, tensors=_weights(folder), **how)
+    return write.write_gguf(_source(folder, name or folder.name, license), target, **how)
 
 
 def plan_file(folder: Path, kind: str) -> GgufPlan:
     """Plan a GGUF file for the model of a folder."""
-    return write.plan_file(folder, kind, _weights(folder))
+    return write.plan_file(_source(folder, folder.name), kind)
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
+def _source(folder: Path, name: str, license: str | None = None) -> GgufSource:
     files = sorted(folder.glob("model*.safetensors"))
-    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+    tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    config = json.loads((folder / "config.json").read_text())
+    return GgufSource(tensors, config, load_tokenizer(folder), name, license)
 
 
 def logits(model: PreTrainedModel, ids: Sequence[int] = IDS) -> np.ndarray:

@@ -309,7 +309,7 @@ def test_a_tokenizer_json_as_transformers_makes_it_of_a_sentencepiece_model(tmp_
         backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
         more = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>", "chat_template": None}
         folder = with_tokenizer(tmp_path / f"model{number}", pieces, backend, **more)
-        vocabulary = read_vocabulary(folder, num_rows=1510, config={})
+        vocabulary = read_vocabulary(load_tokenizer(folder), num_rows=1510, config={})
         assert vocabulary.fields["tokenizer.ggml.add_space_prefix"] is prefix
         write_gguf(folder, tmp_path / "m.gguf", kind="f32")
         texts = [text for text in TEXTS if not text.startswith((" ", "\u3000"))]
@@ -318,7 +318,7 @@ def test_a_tokenizer_json_as_transformers_makes_it_of_a_sentencepiece_model(tmp_
 
 def refused(folder: Path, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        read_vocabulary(folder, num_rows=5000, config={})
+        read_vocabulary(load_tokenizer(folder), num_rows=5000, config={})
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,10 @@ def test_whole_words_before_merges_are_refused_only_where_it_matters(tmp_path, w
         if is_refused:
             refused(folder, "`ignore_merges` is true")
         else:
-            assert read_vocabulary(folder, num_rows=5000, config={}).fields["tokenizer.ggml.pre"] == "qwen2"
+            assert (
+                read_vocabulary(load_tokenizer(folder), num_rows=5000, config={}).fields["tokenizer.ggml.pre"]
+                == "qwen2"
+            )
 
 
 def test_vocabularies_of_other_kinds_are_refused(tmp_path, weights, pieces):

@@ -32,8 +32,6 @@ class Settings:
     rope: dict[str, Any]
     """RoPE parameters of the layers with full attention."""
     spec: dict[str, Any]
-    text_part: dict[str, Any]
-    """Tensor names of the language model in a multimodal model; empty for a text model."""
     config: PreTrainedConfig
 
     @property
@@ -51,15 +49,13 @@ class Settings:
     @property
     def notes(self) -> list[str]:
         """Notes for the user on what llama.cpp computes differently."""
-        notes, window = [], self.ignored_window
-        if window is not None and window < self.values["max_position_embeddings"]:
-            notes.append(
-                f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens, so answers "
-                "to longer texts differ"
-            )
-        if self.text_part:
-            notes.append("only the language model is written, not the vision part")
-        return notes
+        window = self.ignored_window
+        if window is None or window >= self.values["max_position_embeddings"]:
+            return []
+        return [
+            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens, so answers to "
+            "longer texts differ"
+        ]
 
 
 @cache
@@ -72,9 +68,7 @@ def read_settings(config: dict[str, Any]) -> Settings:
     """Read a config with its defaults; raise UserError for settings that llama.cpp does not support."""
     table = llama_cpp_facts()
     kind = str(config.get("model_type"))
-    text_part = table["text_parts"].get(kind)
-    model_type = kind if text_part is None else text_part["model_type"]
-    spec = table["architectures"].get(model_type)
+    spec = table["architectures"].get(kind)
     if spec is None:
         known = ", ".join(sorted({*table["architectures"], *table["text_parts"]}))
         raise UserError(
@@ -88,13 +82,13 @@ def read_settings(config: dict[str, Any]) -> Settings:
             where="quantization_config in config.json",
             fix="use the unquantised model",
         )
-    filled = _fill_defaults(model_type, config if text_part is None else config.get("text_config", {}))
+    filled = _fill_defaults(kind, config)
     values = filled.to_dict()
     rope, sliding_rope = _rope_parameters(values)
     _add_derived(values, rope, sliding_rope)
     problems = [
         *_setting_problems(values, spec),
-        *_layer_problems(model_type, values),
+        *_layer_problems(kind, values),
         *_rope_problems(rope, sliding_rope, spec["rope"]),
     ]
     if problems:
@@ -104,7 +98,7 @@ def read_settings(config: dict[str, Any]) -> Settings:
             where=f"config.json of a `{kind}` model",
             fix="export it as `adapter` or `merged`",
         )
-    return Settings(model_type, values, rope, spec, text_part or {}, filled)
+    return Settings(kind, values, rope, spec, filled)
 
 
 def _fill_defaults(model_type: str, config: dict[str, Any]) -> PreTrainedConfig:

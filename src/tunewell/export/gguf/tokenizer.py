@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 from tunewell.core.errors import UserError
 from tunewell.data.masking.turns import probe_reply_frame
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
-from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
+from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.data.tokenizers.parts import load_table
 from tunewell.data.tokenizers.sentencepiece import (
     BYTE,
@@ -22,11 +21,8 @@ from tunewell.data.tokenizers.sentencepiece import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    SentencePieceModel,
-    read_model,
 )
 from tunewell.export.gguf.architecture import llama_cpp_facts
-from tunewell.model_files.files import SENTENCEPIECE_FILE
 
 _SPECIAL_TYPES = frozenset({UNKNOWN, CONTROL, USER_DEFINED})
 _NEVER_STRIPPING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
@@ -46,18 +42,17 @@ class GgufVocabulary:
     """Notes for the user on what llama.cpp does differently."""
 
 
-def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> GgufVocabulary:
+def read_vocabulary(tokenizer: LoadedTokenizer, *, num_rows: int, config: dict[str, Any]) -> GgufVocabulary:
     """Convert the tokenizer of a model with `num_rows` embeddings; raise UserError if token ids would differ."""
-    tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > num_rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model's embedding has only {num_rows:,} rows",
-            where=str(folder),
+            where=tokenizer.source,
             fix="use the tokenizer of this model, or resize the embedding for the added tokens",
         )
-    fields, notes = _read_tokens(tokenizer, folder, num_rows)
+    fields, notes = _read_tokens(tokenizer, num_rows)
     if len(set(fields["tokens"])) != len(fields["tokens"]):
-        raise _not_convertible("the vocabulary contains a token twice, which llama.cpp rejects", str(folder))
+        raise _not_convertible("the vocabulary contains a token twice, which llama.cpp rejects")
     strips_spaces, strip_notes = _find_space_stripping(tokenizer, fields["tokens"], fields["token_type"])
     adds_bos, bos_notes = _find_adds_bos(tokenizer)
     eos = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
@@ -73,16 +68,15 @@ def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> G
     return GgufVocabulary(named, adds_bos, strips_spaces, (*notes, *strip_notes, *bos_notes))
 
 
-def _read_tokens(tokenizer: LoadedTokenizer, folder: Path, num_rows: int) -> tuple[dict[str, Any], list[str]]:
+def _read_tokens(tokenizer: LoadedTokenizer, num_rows: int) -> tuple[dict[str, Any], list[str]]:
     """Return the tokens by id with their types, and merges or scores, as fields; and notes."""
     pipeline = orjson.loads(tokenizer.backend.to_str())
     kind = pipeline["model"]["type"]
     if kind != "BPE":
-        raise _not_convertible(f"a tokenizer of type `{kind}` cannot be written as GGUF", str(folder))
+        raise _not_convertible(f"a tokenizer of type `{kind}` cannot be written as GGUF")
     if "'type': 'ByteLevel'" in str(pipeline["pre_tokenizer"]):
         return _byte_level_tokens(tokenizer, pipeline, num_rows)
-    path = folder / SENTENCEPIECE_FILE
-    return _sentencepiece_tokens(tokenizer, pipeline, num_rows, read_model(path) if path.is_file() else None)
+    return _sentencepiece_tokens(tokenizer, pipeline, num_rows)
 
 
 def _special_ids(tokenizer: LoadedTokenizer, config: dict[str, Any], num_rows: int) -> dict[str, int]:
@@ -161,12 +155,9 @@ def _byte_level_tokens(
 
 
 def _sentencepiece_tokens(
-    tokenizer: LoadedTokenizer, pipeline: dict[str, Any], num_rows: int, model: SentencePieceModel | None
+    tokenizer: LoadedTokenizer, pipeline: dict[str, Any], num_rows: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the tokens of a SentencePiece tokenizer, with a score for each.
-
-    The scores come from the `.model` file if it has the same pieces. Otherwise they are derived from the merges.
-    """
+    """Return the tokens of a SentencePiece tokenizer, with a score for each that is derived from the merges."""
     prefix, notes = _find_space_prefix(pipeline)
     if _FIRST_TEXT_ONLY in notes and (_ask_template(tokenizer, _render_hello) or "").startswith(tuple(tokenizer.added)):
         # All text of a conversation is behind a special token.
@@ -175,11 +166,7 @@ def _sentencepiece_tokens(
     has_bytes = bool(pipeline["model"].get("byte_fallback"))
     unknown = pipeline["model"].get("unk_token") or tokenizer.special_tokens.get("unk_token")
     types = [_piece_type(text, kind, has_bytes, unknown) for text, kind in zip(texts, types, strict=True)]
-    vocabulary = pipeline["model"]["vocab"]
-    if model is not None and all(vocabulary.get(piece) == number for number, piece in enumerate(model.pieces)):
-        known = dict(zip(model.pieces, model.scores, strict=True))
-    else:
-        known = _derive_scores(vocabulary, _merges(pipeline), types)
+    known = _derive_scores(pipeline["model"]["vocab"], _merges(pipeline), types)
     scores = [
         _UNUSED_SCORE if kind == UNUSED else known.get(text, _ADDED_SCORE)
         for text, kind in zip(texts, types, strict=True)
@@ -308,8 +295,8 @@ def _unsupported(why: str) -> UserError:
     return _not_convertible(f"llama.cpp does not support this tokenizer's pre-tokenizer: {why}")
 
 
-def _not_convertible(what: str, where: str = "tokenizer.json") -> UserError:
-    return UserError(what, where=where, fix="export the model as `adapter` or `merged`")
+def _not_convertible(what: str) -> UserError:
+    return UserError(what, where="tokenizer.json", fix="export the model as `adapter` or `merged`")
 
 
 # SentencePiece vocabularies: a score for each piece, and the handling of spaces.

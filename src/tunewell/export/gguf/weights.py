@@ -5,25 +5,21 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tunewell.core.errors import UserError
 from tunewell.export.gguf.architecture import Settings, rope_tables
 from tunewell.export.gguf.quantize import can_quantize, quantize_rows
 from tunewell.machine.facts import num_cores
 
-_MAX_SHOWN = 5
 _NOTHING = r"(?!)"
 """A pattern that matches no name."""
 _QUERY_OR_KEY = re.compile(r"\.[qk]_proj\.(weight|bias)$")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Buffers of old checkpoints, which every library recomputes.
-_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.(masked_bias|attn\.bias)$")
 
 
 @dataclass(frozen=True)
@@ -50,45 +46,14 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-_Tensor = TypeVar("_Tensor", bound=Shaped)
-
-
-def text_tensors(tensors: Mapping[str, _Tensor], settings: Settings) -> dict[str, _Tensor]:
-    """Return the tensors of the language model by their names in a text model."""
-    found: dict[str, _Tensor] = {}
-    for name, tensor in tensors.items():
-        for pattern, replacement in settings.text_part.get("names", {}).items():
-            name = re.sub(pattern, replacement, name)
-        if not re.search(settings.text_part.get("dropped", _NOTHING), name):
-            found[name] = tensor
-    return found
-
-
-def file_tensors(tensors: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
-    """Return the tensors of a text model; raise UserError if some are missing, unknown or of another shape."""
-    weights = text_tensors(tensors, settings)
-    weights = {name: tensor for name, tensor in weights.items() if not _BUFFERS.search(name)}
-    expected = _expected_shapes(settings)
-    if settings.values["tie_word_embeddings"]:
-        expected.pop(_HEAD, None)
-        if _HEAD in weights and not torch.equal(weights.pop(_HEAD), weights[_EMBEDDING]):
-            raise UserError(
-                "config.json declares tied embeddings, but the embedding and the head are different tensors",
-                fix="set `tie_word_embeddings` to false in config.json if the head was trained separately",
-            )
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    mismatches = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unknown": sorted(found.keys() - expected.keys()),
-        "of another shape": sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name]),
-    }
-    problems = [
-        f"{len(names):,} {word} ({', '.join(names[:_MAX_SHOWN])})" for word, names in mismatches.items() if names
-    ]
-    if problems:
+def untied_tensors(tensors: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
+    """Return the tensors without a head that equals the embedding; raise UserError if they should be equal."""
+    weights = dict(tensors)
+    head = weights.pop(_HEAD, None) if settings.values["tie_word_embeddings"] else None
+    if head is not None and not torch.equal(head, weights[_EMBEDDING]):
         raise UserError(
-            f"the tensors do not match config.json: {'; '.join(problems)}",
-            fix="export the model again: its files are incomplete or from different models",
+            "config.json declares tied embeddings, but the embedding and the head are different tensors",
+            fix="set `tie_word_embeddings` to false in config.json if the head was trained separately",
         )
     return weights
 
@@ -143,12 +108,6 @@ def load_tensor(tensor: NamedTensor, weights: Mapping[str, Tensor], head_dim: in
     if tensor.is_interleaved:
         values = values.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
     return values.float() + 1 if tensor.is_norm_plus_one else values
-
-
-def _expected_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings.config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:

@@ -15,14 +15,26 @@ import torch
 from tunewell.core.files import disk_full_as_user_error, require_disk_space, sync_folder
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.export.gguf.architecture import Settings, metadata_fields, read_settings, rope_tables
 from tunewell.export.gguf.quantize import choose_types
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
-from tunewell.export.gguf.weights import LazyTensor, file_tensors, load_tensor, name_tensors
-from tunewell.model_files.files import locate
+from tunewell.export.gguf.weights import LazyTensor, load_tensor, name_tensors, untied_tensors
 
 # Upper bounds for the header: 1 MiB for names, fields and padding; per token its length, type, score and merge.
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    """A model that is written as a GGUF file."""
+
+    tensors: Mapping[str, torch.Tensor]
+    config: dict[str, Any]
+    """The values of `config.json`."""
+    tokenizer: LoadedTokenizer
+    name: str
+    license: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,27 +50,16 @@ class GgufPlan:
     """Notes for the user on what llama.cpp computes differently, and on tensors that are larger than usual."""
 
 
-def write_gguf(
-    model_folder: Path,
-    target: Path,
-    *,
-    kind: str,
-    tensors: Mapping[str, torch.Tensor],
-    name: str | None = None,
-    license: str | None = None,
-    progress: ProgressListener = silent,
-) -> GgufPlan:
-    """Write the tensors of a model to a GGUF file; replace `target` only when the new file is complete.
-
-    The folder contains the `config.json` and the tokenizer of the model.
+def write_gguf(source: GgufSource, target: Path, *, kind: str, progress: ProgressListener = silent) -> GgufPlan:
+    """Write a model to a GGUF file; replace `target` only when the new file is complete.
 
     Raises UserError for a model or tokenizer that llama.cpp would read differently, for values that are not finite,
     and for a full disk.
     """
-    plan = plan_file(model_folder, kind, tensors)
+    plan = plan_file(source, kind)
     require_disk_space(target.parent, plan.num_bytes)
     writer = _make_writer(plan, kind)
-    _add_fields(writer, _card_fields(plan, name or model_folder.name, license))
+    _add_fields(writer, _card_fields(plan, source.name, source.license))
     _add_fields(writer, metadata_fields(plan.settings) | plan.vocabulary.fields)
     staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -72,13 +73,11 @@ def write_gguf(
     return plan
 
 
-def plan_file(folder: Path, kind: str, weights: Mapping[str, torch.Tensor]) -> GgufPlan:
+def plan_file(source: GgufSource, kind: str) -> GgufPlan:
     """Return the plan of a GGUF file without writing it; raise UserError for a model that cannot be converted."""
-    config = locate(folder).read_object("config.json")
-    settings = read_settings(config)
-    num_rows = settings.values["vocab_size"]
-    vocabulary = read_vocabulary(folder, num_rows=num_rows, config=config.get("text_config", {}) | config)
-    tensors, num_fallbacks = _plan_tensors(file_tensors(weights, settings), settings, kind)
+    settings = read_settings(source.config)
+    vocabulary = read_vocabulary(source.tokenizer, num_rows=settings.values["vocab_size"], config=source.config)
+    tensors, num_fallbacks = _plan_tensors(untied_tensors(source.tensors, settings), settings, kind)
     texts, merges = (vocabulary.fields.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "merges"))
     header_bytes = sum(len(text) + _TOKEN_BYTES for text in texts) + sum(map(len, merges)) + _HEADER_BYTES
     notes = [*settings.notes, *vocabulary.notes]

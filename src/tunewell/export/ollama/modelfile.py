@@ -34,8 +34,7 @@ def derive_modelfile(
 ) -> tuple[str, GoTemplate]:
     """Return the Modelfile of a GGUF file and its template, derived from the chat template, tokenizer and config."""
     derived = derive_template(template, tokenizer=tokenizer, adds_bos=gguf_adds_bos(gguf), date=date)
-    text_config = {**(config.get("text_config") or {}), **config}
-    context_length = min(text_config.get("max_position_embeddings") or _MAX_CONTEXT, _MAX_CONTEXT)
+    context_length = min(config.get("max_position_embeddings") or _MAX_CONTEXT, _MAX_CONTEXT)
     text = modelfile(gguf.name, derived, stops=derived.stops, context_length=context_length, license=license)
     return text, derived
 

@@ -21,7 +21,7 @@ from tunewell.export.gguf.architecture import (
     rope_tables,
 )
 from tunewell.export.gguf.quantize import can_quantize, quantize_rows
-from tunewell.export.gguf.weights import NamedTensor, name_tensors, text_tensors
+from tunewell.export.gguf.weights import NamedTensor, name_tensors
 from tunewell.export.proof.checks import (
     MAX_SHOWN,
     Logits,
@@ -146,8 +146,8 @@ def check_gguf_tensors(
     import gguf
 
     tables = {name: sketch(table) for name, table in rope_tables(settings).items()}
-    sources = {**text_tensors(sketches, settings), **tables}
-    expected = {tensor.name: tensor for tensor in name_tensors(text_tensors(sketches, settings), settings)}
+    sources = {**sketches, **tables}
+    expected = {tensor.name: tensor for tensor in name_tensors(sketches, settings)}
     table = {entry.name: entry for entry in read_tensor_table(path)}
 
     def compare(name: str) -> Compared:
@@ -182,11 +182,7 @@ def quantized_sketches(
     """
     import gguf
 
-    sources = {
-        tensor.name: tensor.sources[0]
-        for tensor in name_tensors(text_tensors(sketches, settings), settings)
-        if not tensor.is_stacked
-    }
+    sources = {tensor.name: tensor.sources[0] for tensor in name_tensors(sketches, settings) if not tensor.is_stacked}
     weights = dict(model.named_parameters())
     jobs: dict[str, tuple[str, Rounding]] = {}
     for path in files:

@@ -1,7 +1,6 @@
 """Export target `gguf`: files for llama.cpp and the programs built on it, one for each GGUF type."""
 
 import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -11,12 +10,12 @@ from typing import ClassVar
 from tunewell.core.progress import Progress, with_stage
 from tunewell.export.gguf.architecture import read_settings
 from tunewell.export.gguf.tokenizer import read_vocabulary
-from tunewell.export.gguf.write import write_gguf
+from tunewell.export.gguf.write import GgufSource, write_gguf
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
-from tunewell.export.targets.merged import num_weights, unique_tensors, write_settings
+from tunewell.export.targets.merged import num_weights, unique_tensors
 from tunewell.records.parity import Artefact, Check
 
 _BITS_PER_WEIGHT = {
@@ -57,23 +56,15 @@ class GgufTarget(ExportTarget):
         folder = context.staging_dir / self.name
         folder.mkdir(exist_ok=True)
         model, card, artefacts = context.model.model, context.card, []
-        with tempfile.TemporaryDirectory(prefix="tunewell-settings-") as settings_folder:
-            write_settings(context, Path(settings_folder))
-            for name in self.formats(context.options):
-                path = folder / f"{_file_name(card.name)}-{name}.gguf"
-                stage = f"writing {path.name}"
-                context.progress(Progress(stage))
-                written = write_gguf(
-                    Path(settings_folder),
-                    path,
-                    kind=name,
-                    tensors=unique_tensors(model),
-                    name=card.name,
-                    license=card.license,
-                    progress=with_stage(context.progress, stage),
-                )
-                context.notes += [note for note in written.notes if note not in context.notes]
-                artefacts.append(context.artefact(self.name, name, path))
+        tokenizer = replace(context.model.tokenizer, chat_template=context.template.source)
+        source = GgufSource(unique_tensors(model), model.config.to_dict(), tokenizer, card.name, card.license)
+        for name in self.formats(context.options):
+            path = folder / f"{_file_name(card.name)}-{name}.gguf"
+            stage = f"writing {path.name}"
+            context.progress(Progress(stage))
+            written = write_gguf(source, path, kind=name, progress=with_stage(context.progress, stage))
+            context.notes += [note for note in written.notes if note not in context.notes]
+            artefacts.append(context.artefact(self.name, name, path))
         stage = "rounding the trained tensors for the verification"
         context.progress(Progress(stage))
         files = [own.path for own in (*context.artefacts, *artefacts) if own.kind == self.name]
@@ -105,12 +96,10 @@ def gguf_bytes(weights: int, name: str) -> int:
 def adds_bos(facts: PreflightFacts) -> bool:
     """Return True if llama.cpp must add the BOS token; raise UserError if llama.cpp would tokenize differently."""
     config = dict(facts.read_config())
-    settings = config | (config.get("text_config") or {})
     # Loading the model adds embedding rows for tokens that only the template uses.
-    num_rows = max(settings.get("vocab_size") or 0, facts.tokenizer.vocab_size)
-    with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
-        facts.tokenizer.save(Path(folder), facts.template.source)
-        return read_vocabulary(Path(folder), num_rows=num_rows, config=settings).adds_bos
+    num_rows = max(config.get("vocab_size") or 0, facts.tokenizer.vocab_size)
+    tokenizer = replace(facts.tokenizer, chat_template=facts.template.source)
+    return read_vocabulary(tokenizer, num_rows=num_rows, config=config).adds_bos
 
 
 def _file_name(name: str) -> str:
