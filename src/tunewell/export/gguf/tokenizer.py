@@ -148,7 +148,7 @@ def _byte_level_tokens(
     """Return the tokens of a byte-level tokenizer, with its merges."""
     name, notes = _find_pre_tokenizer(pipeline, tokenizer.backend)
     texts, types = _texts_and_types(tokenizer, num_rows)
-    merges = [" ".join(pair) for pair in _merges(pipeline)]
+    merges = [" ".join(pair) for pair in pipeline["model"]["merges"]]
     if any(merge.count(" ") != 1 for merge in merges):
         raise _not_convertible("a BPE merge contains a space, which GGUF cannot store")
     return {"model": "gpt2", "pre": name, "tokens": texts, "token_type": types, "merges": merges}, notes
@@ -166,7 +166,7 @@ def _sentencepiece_tokens(
     has_bytes = bool(pipeline["model"].get("byte_fallback"))
     unknown = pipeline["model"].get("unk_token") or tokenizer.special_tokens.get("unk_token")
     types = [_piece_type(text, kind, has_bytes, unknown) for text, kind in zip(texts, types, strict=True)]
-    known = _derive_scores(pipeline["model"]["vocab"], _merges(pipeline), types)
+    known = _derive_scores(pipeline["model"], types)
     scores = [
         _UNUSED_SCORE if kind == UNUSED else known.get(text, _ADDED_SCORE)
         for text, kind in zip(texts, types, strict=True)
@@ -200,11 +200,6 @@ def _piece_type(token: str, kind: int, has_bytes: bool, unknown: str | None) -> 
     if token == unknown:
         return UNKNOWN
     return BYTE if has_bytes and kind == NORMAL and _BYTE_PIECE.fullmatch(token) else kind
-
-
-def _merges(pipeline: dict[str, Any]) -> list[tuple[str, str]]:
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in pipeline["model"]["merges"])
-    return [(pair[0], pair[1]) for pair in pairs]
 
 
 # Byte-level vocabularies: llama.cpp has a fixed list of pre-tokenizers. Tokenizers with other ones are rejected.
@@ -328,13 +323,14 @@ def _find_space_prefix(pipeline: dict[str, Any]) -> tuple[bool, list[str]]:
     raise _not_convertible(f"llama.cpp would treat spaces differently from this tokenizer ({shown})")
 
 
-def _derive_scores(vocabulary: dict[str, int], merges: list[tuple[str, str]], types: list[int]) -> dict[str, float]:
+def _derive_scores(model: dict[str, Any], types: list[int]) -> dict[str, float]:
     """Return scores that make llama.cpp merge pieces in the order of the merges.
 
     llama.cpp merges any two pieces that form a third, the best score first. So every split of a piece into two pieces
     must be among the merges; raise UserError otherwise. User-defined symbols are found before any merge, so their
     merges are ignored.
     """
+    vocabulary, merges = model["vocab"], [(left, right) for left, right in model["merges"]]
     known_merges = set(merges)
     pieces = {piece for piece, number in vocabulary.items() if types[number] == NORMAL}
     for piece in pieces:

@@ -26,7 +26,7 @@ from tunewell.inference.generate import shared_prefix_length
 from tunewell.records.parity import Artefact, Check, Proof, ProofProbe, TrainedFacts
 
 Logits = npt.NDArray[np.float32]
-MAX_SHOWN = 3
+_MAX_SHOWN = 3
 _MAX_CHARS = 40
 # Keys in which a library records its own version, or the number format of one file.
 _IGNORED_KEYS = frozenset(
@@ -53,8 +53,13 @@ def check_files(folder: Path, artefact: Artefact) -> Check:
     others = [name for name in visible_files(folder, folder / artefact.path) if name not in artefact.sha256s]
     problems = damaged_files(folder, artefact.sha256s)
     problems += [f"`{name}` does not belong to the artefact" for name in others]
-    message = "; ".join(problems[:MAX_SHOWN]) or f"{count(len(artefact.sha256s), 'file')} unchanged"
-    return Check(name="files", is_ok=not problems, words=message)
+    return check_problems("files", problems, otherwise=f"{count(len(artefact.sha256s), 'file')} unchanged")
+
+
+def check_problems(name: Any, problems: Sequence[str], *, otherwise: str, **figures: int) -> Check:
+    """Return a check that has failed with the first of these problems, or the message `otherwise`."""
+    message = "; ".join(problems[:_MAX_SHOWN]) or otherwise
+    return Check(name=name, is_ok=not problems, words=message, figures=figures)
 
 
 def damaged_files(folder: Path, sha256s: Mapping[str, str]) -> list[str]:
@@ -191,28 +196,28 @@ def compare_logits(reference: Sequence[Logits], found: Sequence[Logits], *, tie:
         return LogitDifference(positions, float("inf"), float("inf"), 0.0, 0, float("inf"))
     # Text by text: the logits of one text fit into the processor's cache, those of all texts do not.
     parts = [_compare_rows(one[:, :width], other[:, :width], tie) for one, other in zip(reference, found, strict=True)]
-    largest, sums, is_same, is_tie, kl = (np.concatenate(own) for own in zip(*parts, strict=True))
+    largest, sums, is_same, is_tie, kl = torch.cat(parts, dim=1)
     return LogitDifference(
         positions=positions,
         largest=float(largest.max()),
         mean=float(sums.sum() / (positions * width)),
         same_top=float(is_same.mean()),
-        near_ties=int((is_tie & ~is_same).sum()),
+        near_ties=int((is_tie * (1 - is_same)).sum()),
         kl=float(kl.mean()),
     )
 
 
-def _compare_rows(reference: Logits, found: Logits, tie: float) -> tuple[np.ndarray, ...]:
+def _compare_rows(reference: Logits, found: Logits, tie: float) -> torch.Tensor:
     """Return, for each row: largest and summed difference, is the top token the same, is it a near tie, and the KL."""
-    expected, got = (rows.astype(np.float64) for rows in (reference, found))
-    expected -= expected.mean(axis=1, keepdims=True)
-    got -= got.mean(axis=1, keepdims=True)
-    difference = np.abs(expected - got)
-    every, top, found_top = np.arange(len(expected)), expected.argmax(axis=1), got.argmax(axis=1)
-    is_tie = expected[every, top] - expected[every, found_top] < tie * expected.std(axis=1)
-    log_expected, log_got = (torch.log_softmax(torch.from_numpy(rows), dim=1).numpy() for rows in (expected, got))
-    kl = (np.exp(log_expected) * (log_expected - log_got)).sum(axis=1)
-    return difference.max(axis=1), difference.sum(axis=1), top == found_top, is_tie, kl
+    expected, got = (torch.from_numpy(rows).double() for rows in (reference, found))
+    expected, got = (rows - rows.mean(dim=1, keepdim=True) for rows in (expected, got))
+    difference = (expected - got).abs()
+    top, found_top = (rows.argmax(dim=1, keepdim=True) for rows in (expected, got))
+    lead = (expected.gather(1, top) - expected.gather(1, found_top))[:, 0]
+    is_tie = lead < tie * expected.std(dim=1, correction=0)
+    log_expected, log_got = (rows.log_softmax(dim=1) for rows in (expected, got))
+    kl = (log_expected.exp() * (log_expected - log_got)).sum(dim=1)
+    return torch.stack([difference.amax(dim=1), difference.sum(dim=1), (top == found_top)[:, 0], is_tie, kl])
 
 
 def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]) -> Check:
@@ -267,8 +272,8 @@ def check_settings(path: Path, tokenizer: Any, facts: TrainedFacts, *, config: A
             f"both `{_TOKENIZER_CONFIG}` and `{_TEMPLATE_FILE}` have a chat template; programs differ in which they use"
         )
     problems += _tokenizer_problems(path, tokenizer, facts)
-    message = "; ".join(problems[:MAX_SHOWN]) or "settings, tokenizer, stop ids and special tokens match the model's"
-    return Check(name="settings", is_ok=not problems, words=message, figures={"wrong": len(problems)})
+    message = "settings, tokenizer, stop ids and special tokens match the model's"
+    return check_problems("settings", problems, otherwise=message, wrong=len(problems))
 
 
 def _tokenizer_problems(path: Path, tokenizer: Any, facts: TrainedFacts) -> list[str]:
@@ -306,7 +311,7 @@ def vocabulary_digest(tokenizer: LoadedTokenizer) -> dict[str, str]:
     merges = orjson.loads(tokenizer.backend.to_str())["model"].get("merges")
     digest = {"words": _hash_tokens((number, token) for token, number in vocabulary.items())}
     if merges:
-        digest["merges"] = _hash(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)
+        digest["merges"] = _hash(map(" ".join, merges))
     return digest
 
 

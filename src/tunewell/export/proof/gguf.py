@@ -23,11 +23,11 @@ from tunewell.export.gguf.architecture import (
 from tunewell.export.gguf.quantize import can_quantize, quantize_rows
 from tunewell.export.gguf.weights import NamedTensor, name_tensors
 from tunewell.export.proof.checks import (
-    MAX_SHOWN,
     Logits,
     check_answers,
     check_ids,
     check_logits,
+    check_problems,
     check_stop,
     check_template,
     gguf_vocabulary_digest,
@@ -129,9 +129,8 @@ def check_gguf_fields(path: Path, settings: Settings, facts: TrainedFacts, stop_
     for part, digest in gguf_vocabulary_digest(found).items():
         if facts.vocabulary.get(part) not in (None, digest):
             problems.append(f"the {part} of the vocabulary differ from the tokenizer's")
-    message = "; ".join(problems[:MAX_SHOWN]) or f"{len(expected)} fields and the vocabulary match the model's"
-    figures = {"fields": len(expected), "wrong": len(problems)}
-    return Check(name="settings", is_ok=not problems, words=message, figures=figures)
+    message = f"{len(expected)} fields and the vocabulary match the model's"
+    return check_problems("settings", problems, otherwise=message, fields=len(expected), wrong=len(problems))
 
 
 def check_gguf_tensors(
