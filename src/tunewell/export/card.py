@@ -4,7 +4,7 @@ import json
 import re
 import tomllib
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,6 @@ _LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
 _HEAD_CHARS = 2_000
 
 
-@cache
-def _license_patterns() -> dict[str, str]:
-    return tomllib.loads((files("tunewell.export") / "licenses.toml").read_text(encoding="utf-8"))
-
-
 def read_license(model: str) -> str | None:
     """Return the short name of a model's licence, e.g. `apache-2.0`, or None if no licence is stated.
 
@@ -153,7 +148,8 @@ def _from_license_file(model: ModelFiles) -> str | None:
     if path is None:
         return None
     head = " ".join(read_text(path, errors="replace")[:_HEAD_CHARS].lower().split())
-    return next((name for name, pattern in _license_patterns().items() if re.search(pattern, head)), "other")
+    patterns: dict[str, str] = tomllib.loads((files("tunewell.export") / "licenses.toml").read_text(encoding="utf-8"))
+    return next((name for name, pattern in patterns.items() if re.search(pattern, head)), "other")
 
 
 def _as_name(value: Any) -> str | None:

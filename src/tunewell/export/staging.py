@@ -6,7 +6,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -199,17 +199,13 @@ def publish(staging: Staging, out: Path, existing: ExistingExport | None) -> Non
                 f"`{out / name}` is in the way: the file does not belong to this export",
                 fix="move the file, or choose another folder with `--out`",
             )
-    moves: list[tuple[Path, Path]] = []
-    try:
+    with ExitStack() as undo:
         for name in old:
             if (out / name).exists():
-                _move(out / name, staging.replaced / name, moves)
+                _move(out / name, staging.replaced / name, undo)
         for name in sorted(new, key=lambda name: (name == PARITY, name == PROOF)):
-            _move(staging.folder / name, out / name, moves)
-    except BaseException:
-        for source, target in reversed(moves):
-            target.rename(source)
-        raise
+            _move(staging.folder / name, out / name, undo)
+        undo.pop_all()
     sync_folder(out)
 
 
@@ -236,10 +232,10 @@ def _is_parity(path: Path) -> bool:
         return False
 
 
-def _move(source: Path, target: Path, moves: list[tuple[Path, Path]]) -> None:
+def _move(source: Path, target: Path, undo: ExitStack) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     source.rename(target)
-    moves.append((source, target))
+    undo.callback(target.rename, source)
 
 
 def _set_permissions(folder: Path) -> None:
