@@ -14,8 +14,6 @@ from tunewell.records.plan import QuantizedBase
 
 FORMAT = "tunewell-parity"
 PARITY = "parity.json"
-PROOF_ERROR = "proof-error.json"
-"""The error of a verification that could not run, in a folder that has no `parity.json`."""
 PROOF = "proof.json"
 REFERENCE = "proof.safetensors"
 PROOF_FILES = (REFERENCE, "README.md")
@@ -41,7 +39,7 @@ class Artefact(Record):
         return f"{self.kind} {self.precision}".strip()
 
 
-class Probe(Record):
+class ProofProbe(Record):
     """A test conversation, rendered and tokenized as in training."""
 
     messages: list[dict[str, str]]
@@ -53,7 +51,7 @@ class Probe(Record):
     """Whether this is the long probe, which is meant to exceed the sliding window or original context length."""
 
 
-class Question(Record):
+class ProofQuestion(Record):
     """A question and the greedy answer of the trained model."""
 
     ids: list[int]
@@ -70,7 +68,7 @@ class PlainText(Record):
     ids: list[int]
 
 
-class ModelFacts(Record):
+class TrainedFacts(Record):
     """Settings, vocabulary and tensor shapes of the trained model. The tensor sketches are in `proof.safetensors`."""
 
     config: _Settings
@@ -120,13 +118,13 @@ class Proof(Record):
     """Template tokens missing in the base model. Its embeddings are extended before the adapter is applied."""
     date: str | None = None
     """The fixed date for a template that uses the current date, or None if the template does not."""
-    probes: list[Probe]
+    probes: list[ProofProbe]
     num_positions: int
     """Number of final positions of each probe for which `proof.safetensors` contains the logits."""
-    questions: list[Question]
+    questions: list[ProofQuestion]
     other_ids_share: float | None = None
     """Share of the training conversations with other ids if their whole text is encoded at once, if it is known."""
-    model: ModelFacts | None = None
+    model: TrainedFacts | None = None
     """None in exports from older versions of tunewell; this part is then not compared."""
     artefacts: list[Artefact]
     sha256s: dict[str, str] = Field(default_factory=dict)

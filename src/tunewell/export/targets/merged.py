@@ -65,14 +65,6 @@ def write_model(context: ExportContext, folder: Path, precision: str) -> None:
     context.model.tokenizer.save(folder, context.template.source)
 
 
-def write_settings(context: ExportContext, folder: Path) -> None:
-    """Write the config and the tokenizer of a model in transformers format, without its weights."""
-    model: Any = context.model.model
-    context.generation_config().save_pretrained(folder)
-    model.config.save_pretrained(folder)
-    context.model.tokenizer.save(folder, context.template.source)
-
-
 def unique_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return a model's tensors without the second names of tied tensors, which are tied again on loading."""
     seen: set[tuple[int, torch.Size]] = set()
