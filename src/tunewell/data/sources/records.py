@@ -17,7 +17,7 @@ from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, re
 MAX_JSON_BYTES = 512 << 20
 """Maximum size of a `.json` file. Parsing takes about eight times as much memory."""
 MAX_NESTING = 900
-"""Maximum nesting of a file, below orjson's limit of 1,024. Rows have a lower limit, which drops only the row."""
+"""Maximum nesting of a file, below Python's recursion limit. Rows have a lower limit, which drops only the row."""
 _CONVERSATION_KEYS = frozenset({"messages", "conversations", "conversation"})
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from jinja2 import Template, TemplateSyntaxError, meta, nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import TemplateError
-from jinja2.runtime import Context
 
 from tunewell.core.errors import UserError
 from tunewell.core.text import shorten
@@ -29,17 +28,9 @@ from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, Templ
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-class _NotPlain(Exception):
-    """Raised for a value that is not text, a number, a list or a dict."""
-
-
 def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
     """Return messages and tools as plain data with all reasoning fields, and their size in characters."""
-    try:
-        size = _plain_size(messages) + (_plain_size(tools) if tools is not None else 0)
-    except _NotPlain:
-        messages, tools = plain_data(messages), plain_data(tools)
-        size = _plain_size(messages) + _plain_size(tools)
+    messages, tools = plain_data(messages), plain_data(tools)
     for message in messages:
         if type(message) is not dict:
             raise TemplateFailed(
@@ -48,10 +39,7 @@ def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -
     for tool in tools or ():
         if type(tool) is not dict:
             raise TemplateFailed("a tool must be a JSON schema (an object)")
-    for message in messages:
-        if "reasoning_content" in message or "thinking" in message or "reasoning" in message:
-            return [_with_reasoning(each) for each in messages], tools, size
-    return messages, tools, size
+    return [_with_reasoning(message) for message in messages], tools, len(repr((messages, tools)))
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -61,36 +49,18 @@ def _with_reasoning(message: Message) -> Message:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _plain_size(value: Any) -> int:
-    """Return the number of characters of plain data, which needs no copy; raise `_NotPlain` for other values."""
-    kind = type(cast(object, value))
-    if kind is str:
-        return len(value)
-    if kind is dict:
-        size = 0
-        for key, item in value.items():
-            size += len(key) if type(key) is str else _plain_size(key)
-            size += len(item) if type(item) is str else _plain_size(item)
-        return size
-    if kind is list or kind is tuple:
-        return sum(map(_plain_size, value))
-    if value is None or kind is int or kind is float or kind is bool:
-        return 8
-    raise _NotPlain
-
-
 def plain_data(value: Any) -> Any:
     """Return a copy that has only text, numbers, lists and dicts, so that templates cannot call other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if isinstance(value, dict | Mapping):
+        return {plain_data(key): plain_data(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {plain_data(key): plain_data(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if is_list(value):
         return [plain_data(item) for item in value]
     if isinstance(value, tuple):
@@ -124,7 +94,7 @@ class ChatTemplate:
     """A compiled template with its special tokens, arguments and date.
 
     `strftime_now` always returns midnight of `date`. A rendering may take `time_limit_seconds` of processor time, and a
-    text may have `size_limit_chars` plus four times the input. Several threads can use a template at the same time.
+    text may have `size_limit_chars` plus four times the input. Threads that use a template take turns.
     """
 
     def __init__(
@@ -141,7 +111,6 @@ class ChatTemplate:
         self.name = name
         self.source = source
         self.date = date
-        self._now = _midnight(date)
         self._asks = False
         self._end = ""
         self._limits = (time_limit_seconds, size_limit_chars)
@@ -152,20 +121,20 @@ class ChatTemplate:
             )
         self._special_tokens = dict(special_tokens)
         self._arguments = plain_data(dict(arguments))
-        self._threads = threading.local()
-        sandbox = TemplateSandbox(self._now)
+        self._sandbox, self._lock = TemplateSandbox(_midnight(date)), threading.Lock()
         try:
-            self._code = sandbox.compile_template(source)
-            parsed = sandbox.parse(source)
+            constants = {**self._sandbox.globals, "documents": None, **special_tokens, **self._arguments}
+            self._template = self._sandbox.compile_template(source, constants)
+            parsed = self._sandbox.parse(source)  # compiling has changed the syntax tree
+            self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
+            self.variables = frozenset(meta.find_undeclared_variables(parsed))
+            """Undeclared variables of the template: `messages`, `bos_token` and others."""
         except TemplateSyntaxError as error:
             raise TemplateFailed(f"line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError) as error:
             raise TemplateLimit("the expressions of the template are nested too deeply") from error
         except (TemplateError, *_TEMPLATE_ERRORS, SyntaxError) as error:
             raise TemplateFailed(f"the template does not compile: {error}") from error
-        self.variables = frozenset(meta.find_undeclared_variables(parsed))
-        """Undeclared variables of the template: `messages`, `bos_token` and others."""
-        self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
 
     @property
     def bos(self) -> str:
@@ -220,18 +189,13 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation; raise `TemplateFailed` if the template rejects it."""
         try:
-            thread_template = self._threads.template
-        except AttributeError:
-            thread_template = self._threads.template = _ThreadTemplate(
-                self._code, self._now, self._special_tokens | self._arguments
-            )
-        try:
             messages, tools, size = to_template_data(messages, tools)
             asks = add_generation_prompt or self._asks
             variables = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
             seconds, chars = self._limits
-            thread_template.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
-            text = thread_template.render(variables)
+            with self._lock:
+                self._sandbox.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
+                text = self._sandbox.render(self._template, variables)
             ends = self._end and not asks and messages[-1].get("role") == "assistant"
             return text + self._end if ends and not messages[-1].get("tool_calls") else text
         except (RecursionError, MemoryError) as error:
@@ -280,21 +244,6 @@ def _spaced(text: str) -> str:
 _MARK = re.compile(r"<\|[^<>|\s]*\|>|</?s>|<(?:start|end)_of_turn>|\[/?(?:INST|SYSTEM_PROMPT)\]|<</?SYS>>")
 """Marks with which chat templates begin and end messages."""
 _ROLE_LINE = re.compile(r"\A\s*(?:system|user|assistant|model|tool|developer|human)\s*(?:\n|\Z)", re.IGNORECASE)
-
-
-class _ThreadTemplate:
-    """A compiled template with the sandbox of one thread."""
-
-    def __init__(self, code: Any, now: datetime, constants: Mapping[str, Any]) -> None:
-        self._sandbox = TemplateSandbox(now)
-        self._template = Template.from_code(self._sandbox, code, {})
-        self._constants = {**self._sandbox.globals, "documents": None, **constants}
-        self.budget = self._sandbox.budget
-
-    def render(self, variables: dict[str, Any]) -> str:
-        known = self._constants | variables
-        context = Context(self._sandbox, known, None, self._template.blocks)
-        return self._sandbox.concat(self._template.root_render_func(context))
 
 
 def _midnight(date: str) -> datetime:

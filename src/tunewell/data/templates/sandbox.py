@@ -31,10 +31,9 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
-from types import CodeType
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -62,9 +61,6 @@ def _names(text: str) -> frozenset[str]:
 
 
 _TEMPLATE_FUNCTIONS = frozenset((Macro, LoopContext, BlockReference))
-_PUBLIC_ATTRIBUTES = {
-    kind: frozenset(name for name in dir(kind) if not name.startswith(("_", "format"))) for kind in (str, LoopContext)
-}
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _FREE_FILTERS = _names("count d default first last length")
 _TEXT_FILTERS = _names(
@@ -82,29 +78,22 @@ _COSTLY_TESTS = _names(
 _NUMERIC = frozenset(("round", "odd", "even", "divisibleby"))
 _BYTES_METHODS = frozenset(("encode", "to_bytes", "from_bytes"))
 
-# Upper bounds for results that can be larger than all operands together, by name of the filter or text method.
-_RESULT_CHARS: dict[str, Callable[..., int]] = {
-    "batch": lambda _, linecount, fill_with=None: linecount,
-    "center": lambda _, width=80, fillchar="": width,
-    "expandtabs": lambda text, tabsize=8: len(text) + text.count("\t") * tabsize,
-    "indent": lambda text, width=4, first=False, blank=False: (len(text) + 1) * _num_chars(width),
-    "ljust": lambda _, width, fillchar="": width,
-    "replace": lambda text, old, new, count=0: len(str(text)) + str(text).count(str(old)) * len(str(new)),
-    "rjust": lambda _, width, fillchar="": width,
-    "round": lambda _, precision=0, method="": 100 * abs(precision),
-    "slice": lambda _, slices, fill_with=None: slices,
-    "translate": lambda text, table: len(text) * _longest(table),
-    "zfill": lambda _, width: width,
-}
+_GROWING = _names("batch center expandtabs indent ljust rjust round slice translate zfill")
+"""Filters and text methods whose result can be larger than all operands, by the value or the length of an argument."""
 
 
-def _num_chars(width: Any) -> int:
-    return len(width) if isinstance(width, str) else width if isinstance(width, int) else 1
+def _width(argument: Any) -> int:
+    """Return the number of characters that an argument can make of one."""
+    if isinstance(argument, str):
+        return len(argument)
+    if isinstance(argument, dict | list | tuple):
+        items = argument.values() if isinstance(argument, dict) else argument
+        return max((len(item) for item in items if isinstance(item, str)), default=1)
+    return abs(argument) if isinstance(argument, int) else 1
 
 
-def _longest(table: Any) -> int:
-    texts = table.values() if isinstance(table, dict) else table
-    return max((len(text) for text in texts if isinstance(text, str)), default=1)
+def _replaced_chars(text: Any, old: Any, new: Any, count: Any = None) -> int:
+    return len(str(text)) + str(text).count(str(old)) * len(str(new))
 
 
 class TemplateDict:
@@ -186,14 +175,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             "lipsum": _refuse,
         }
 
-    def compile_template(self, source: str) -> CodeType:
-        """Compile a template with its checks. The code can run in the sandbox of any thread."""
+    def compile_template(self, source: str, constants: dict[str, Any]) -> Template:
+        """Compile a template with its checks; `constants` are its global variables."""
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateLimit(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
         parsed = self.parse(source)
         if sum(1 for _ in parsed.find_all(nodes.Node)) > MAX_NODES:
             raise TemplateLimit(f"the template has more than {MAX_NODES:,} syntax nodes")
-        return self.compile(_CheckInserter(self).visit(parsed))
+        return Template.from_code(self, self.compile(_CheckInserter(self).visit(parsed)), constants)
+
+    def render(self, template: Template, variables: dict[str, Any]) -> str:
+        """Render a compiled template."""
+        return self.concat(template.root_render_func(template.new_context(variables)))
 
     def concat(self, parts: Iterable[str]) -> str:
         """Join the output of a block, a macro or the template."""
@@ -208,15 +201,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return an attribute or item, with a fast path for common objects."""
-        kind = type(obj)
-        if kind is dict:
-            if attribute not in _DICT_ATTRIBUTES:
-                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        elif kind is TemplateNamespace:
-            if attribute in (contents := object.__getattribute__(obj, "contents")):
-                return contents[attribute]
-        elif (kind is str or kind is LoopContext) and attribute in _PUBLIC_ATTRIBUTES[kind]:
-            return self.budget.charge(64, getattr(obj, attribute))
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return self.budget.charge(64, super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -322,8 +308,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _require_small_result(self, name: str, value: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
         if name in _NUMERIC and not isinstance(value, int | float):
             raise TypeError(f"`{name}` needs a number")
-        if predict := _RESULT_CHARS.get(name):
-            self.budget.require_chars(predict(value, *args, **kwargs))
+        if name == "replace":
+            self.budget.require_chars(_replaced_chars(value, *args, **kwargs))
+        elif name in _GROWING:
+            width = max(map(_width, (*args, *kwargs.values())), default=1)
+            self.budget.require_chars(width * (len(value) + 1 if hasattr(value, "__len__") else 100))
         if isinstance(value, str):
             # In the worst case, methods such as `rfind` and `strip` take quadratic time.
             self.budget.charge(
@@ -348,7 +337,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     ) -> str:
         if indent is None and separators is None:
             return json.dumps(x, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
-        self.budget.require_chars(_num_chars(indent))
+        self.budget.require_chars(_width(indent))
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         chunks, num_chars = [], 0
         for chunk in encoder.iterencode(x):
