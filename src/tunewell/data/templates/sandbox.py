@@ -312,7 +312,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self.budget.require_chars(_replaced_chars(value, *args, **kwargs))
         elif name in _GROWING:
             width = max(map(_width, (*args, *kwargs.values())), default=1)
-            self.budget.require_chars(width * (len(value) + 1 if hasattr(value, "__len__") else 100))
+            self.budget.require_chars(width * (len(value) + 1 if isinstance(value, str | list | tuple) else 100))
         if isinstance(value, str):
             # In the worst case, methods such as `rfind` and `strip` take quadratic time.
             self.budget.charge(
