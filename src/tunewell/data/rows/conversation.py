@@ -68,3 +68,11 @@ class Rejected(Exception):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
+
+
+def attempt(make: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call, or the `Rejected` that it raises."""
+    try:
+        return make(*args)
+    except Rejected as rejected:
+        return rejected

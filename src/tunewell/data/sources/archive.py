@@ -7,12 +7,12 @@ import zipfile
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import BinaryIO, cast
 
 from tunewell.core.errors import UserError
-from tunewell.data.sources.base import Source, SourceFile, detect_format
+from tunewell.data.sources.base import SourceFile, detect_format
 
 _CHATS = ("conversations.json", "result.json", "_chat.txt")
 """The file with the conversations in an export; everything else is pictures, accounts and settings."""
@@ -24,28 +24,9 @@ _DAMAGE: tuple[type[Exception], ...] = (
 """Errors of `zipfile` for damaged files, found by fuzzing. An unknown compression and a password are RuntimeErrors."""
 
 
-@dataclass(frozen=True)
-class ZipMember:
-    """One file inside a `.zip` file."""
-
-    archive: Source
-    member: str
-
-    @property
-    def name(self) -> str:
-        return self.archive.name
-
-    def open(self) -> BinaryIO:
-        """Open the decompressed file. Errors while it is read are those of a damaged file."""
-        return cast(BinaryIO, io.BufferedReader(_Member(self.archive.open(), self.member)))
-
-    def size(self) -> int:
-        """Return the size of the archive."""
-        return self.archive.size()
-
-    def stamp(self) -> str:
-        """Return the stamp of the archive."""
-        return self.archive.stamp()
+def open_member(stored: BinaryIO, name: str) -> BinaryIO:
+    """Open a file of an archive. Errors while it is read are those of a damaged file."""
+    return cast(BinaryIO, io.BufferedReader(_Member(stored, name)))
 
 
 class _Member(io.RawIOBase):
@@ -107,7 +88,7 @@ def open_archive(file: SourceFile) -> SourceFile:
             fix="unpack it, and name the files in `data.sources`",
         )
     file_format, compression = detect_format(rows[0])
-    return replace(file, source=ZipMember(file.source, rows[0]), format=str(file_format), compression=compression)
+    return replace(file, member=rows[0], format=str(file_format), compression=compression)
 
 
 def _is_whatsapp(name: str) -> bool:

@@ -103,8 +103,27 @@ TABLE = read_table(__file__, "files.toml")
 READABLE: str = TABLE["readable"]
 UNREADABLE: dict[str, str] = TABLE["unreadable"]
 """Extensions that cannot be read -> what to do."""
+BINARY_FORMATS = ("parquet", "arrow", "zip", "excel")
+"""Formats that compress internally and have no encoding."""
 TOKENIZED = "corpus"
 """The format of sources that have tokens: a prepared corpus, packed shards."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options that affect how the bytes of a file become rows."""
+
+    max_row_bytes: int
+    max_nesting: int
+    text_rows: str = "paragraph"
+    encoding: str = "auto"
+    limit: int | None = None
+    format: str = "auto"
+    """The configured format; `auto`: files of exported conversations are detected."""
+    paths: str = "best"
+    assistant: str | None = None
+    gap_hours: float = 8.0
+    separator: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -116,10 +135,16 @@ class SourceFile:
     """The name in ledgers, documents and errors, relative to the config and never absolute."""
     format: str
     compression: str | None = None
+    member: str = ""
+    """The file inside of a `.zip` file."""
 
     def open(self) -> BinaryIO:
         """Open the stored bytes, before decompression."""
-        return self.source.open()
+        if not self.member:
+            return self.source.open()
+        from tunewell.data.sources.archive import open_member  # not needed for other files
+
+        return open_member(self.source.open(), self.member)
 
     def sha256(self) -> str:
         """Return the SHA-256 of the stored bytes."""
@@ -172,6 +197,6 @@ def _source_file(source: Source) -> SourceFile:
         raise UserError(f"`{name}`: `{suffix}` files cannot be read", fix=advice)
     if file_format is None:
         raise UserError(f"`{name}` has no known file extension", fix=f"convert the file to one of {READABLE}")
-    if compression and file_format in ("parquet", "arrow", "zip", "excel"):
+    if compression and file_format in BINARY_FORMATS:
         raise UserError(f"`{name}` is compressed twice", fix="decompress it: this format compresses internally")
     return SourceFile(source, source.name, file_format, compression)

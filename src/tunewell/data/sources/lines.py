@@ -11,7 +11,7 @@ from typing import IO, BinaryIO, cast
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
 from tunewell.data.sources.arrow import decompress_zstd
-from tunewell.data.sources.base import SourceFile
+from tunewell.data.sources.base import ReadOptions, SourceFile
 
 _BLOCK_BYTES = 1 << 20
 MAX_BLANK_BYTES = 4 << 20
@@ -142,6 +142,11 @@ def read_lines(
 ) -> Iterator[bytes | TooLong]:
     """Yield each line as UTF-8, with invalid bytes unchanged; a line over `max_bytes` is yielded as `TooLong`."""
     return split_lines(read_utf8(file, encoding), max_bytes=max_bytes, keep_ends=keep_ends)
+
+
+def numbered_lines(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, bytes | TooLong]]:
+    """Yield each line like `read_lines`, with its number from 1. The encoding must be known."""
+    return enumerate(read_lines(file, encoding=options.encoding, max_bytes=options.max_row_bytes), start=1)
 
 
 def split_lines(blocks: Iterable[bytes], *, max_bytes: int, keep_ends: bool = False) -> Iterator[bytes | TooLong]:

@@ -14,9 +14,8 @@ from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.blocks import ReadOptions
 from tunewell.data.sources.exports.turns import ChatMessage, chat_rows
-from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines
+from tunewell.data.sources.lines import TooLong, numbered_lines
 
-_NAME = "whatsapp"
 _HIDDEN = re.compile("[\u200e\u200f\u202a\u202c\ufeff]")
 _LINE = re.compile(
     r"\[?(?P<a>\d{1,4})[./-](?P<b>\d{1,2})[./-](?P<c>\d{2,4}),?\s(?P<hour>\d{1,2})[:.](?P<minute>\d{2})(?:[:.]\d{2})?"
@@ -58,14 +57,13 @@ _EDITED = re.compile(r"\s*<[^<>\n]*(?:edited|bearbeitet|editó|editad[oa]|modifi
 def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     """Yield the parts of the chat, numbered by their first line."""
     messages = _messages(file, options)
-    return chat_rows(messages, _NAME, assistant=options.assistant, gap_hours=options.gap_hours, file_name=file.name)
+    return chat_rows(messages, "whatsapp", file.name, options=options)
 
 
 def _messages(file: SourceFile, options: ReadOptions) -> list[ChatMessage]:
-    encoding = detect_encoding(file, options.encoding)
     entries: list[tuple[int, re.Match[str], list[str]]] = []
     notices: set[int] = set()
-    for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=options.max_row_bytes), start=1):
+    for number, line in numbered_lines(file, options):
         raw = "" if isinstance(line, TooLong) else text_of(line).replace("\u202f", " ")
         text = _HIDDEN.sub("", raw)
         if match := _LINE.fullmatch(text):
