@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json
 from tunewell.data.rows.conversation import is_list, is_object
-from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_table
+from tunewell.data.tokenizers.loaded import LoadedTokenizer
+from tunewell.data.tokenizers.parts import add_tokens, load_table
 from tunewell.model_files.files import ModelFiles
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -90,7 +91,7 @@ def read_special_tokens(files: ModelFiles, in_vocabulary: dict[int, AddedToken])
         ) from None
 
 
-def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
+def load_tokenizer_json(files: ModelFiles) -> LoadedTokenizer:
     """Load a `tokenizer.json` with the tokens and the template of its companion files."""
     text = files.read_text("tokenizer.json") or ""
     backend = _open(text, files)
@@ -106,7 +107,7 @@ def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
     add_tokens(backend, tokens.additions(backend))
     backend.encode_special_tokens = False
     special = tokens.special_tokens()
-    return TokenizerParts(
+    return LoadedTokenizer(
         backend, special, read_template(files, tokens.config), _adds_bos(backend, special), tokens.max_length()
     )
 

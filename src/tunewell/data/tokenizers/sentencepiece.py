@@ -1,6 +1,5 @@
 """Read SentencePiece `.model` files and rebuild them as `tokenizers.Tokenizer` with the same ids."""
 
-import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes
-from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker
+from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker, steps_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _UNIGRAM, _BPE = 1, 2
@@ -185,7 +184,7 @@ def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
     """Add tokens to a rebuilt tokenizer so that no dummy space is added before them."""
     add_tokens(backend, tokens)
     contents = [token.content for token in backend.get_added_tokens_decoder().values()]
-    steps = _steps(backend)
+    steps = steps_of(backend.normalizer)
     for index, step in enumerate(steps):
         if mark := _dummy_space_mark(step):
             sequence = backend.normalizer
@@ -199,13 +198,7 @@ def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
 
 def is_rebuilt(backend: Tokenizer) -> bool:
     """Return True if a tokenizer was rebuilt by this module, even if it has been saved and loaded since."""
-    return any(_dummy_space_mark(step) for step in _steps(backend))
-
-
-def _steps(backend: Tokenizer) -> list[dict[str, Any]]:
-    if not isinstance(backend.normalizer, normalizers.Sequence):
-        return []
-    return json.loads(backend.normalizer.__getstate__())["normalizers"]
+    return any(_dummy_space_mark(step) for step in steps_of(backend.normalizer))
 
 
 def _dummy_space_mark(step: dict[str, Any]) -> str | None:
