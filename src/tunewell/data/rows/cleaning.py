@@ -63,7 +63,7 @@ def _strip_thinking(conversation: Conversation) -> None:
             num_stripped += bool(fields) or text != message["content"]
             message["content"] = text
     if num_stripped:
-        conversation.notes = {**(conversation.notes or {}), "thinking_stripped": num_stripped}
+        conversation.note("thinking_stripped", num_stripped)
 
 
 def find_possible_secrets(rows: Sequence[bytes]) -> list[bool]:

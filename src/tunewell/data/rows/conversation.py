@@ -26,6 +26,10 @@ class Conversation:
     notes: Mapping[str, int] | None = field(default=None, compare=False)
     """Counts for the report, e.g. messages that were left out."""
 
+    def note(self, name: str, number: int = 1) -> None:
+        """Set a count for the report."""
+        self.notes = {**(self.notes or {}), name: number}
+
 
 class ConversationRow(dict[str, Any]):
     """A row that a reader of exported chats made: `{"messages": [...]}`, with its format and counts for the report."""

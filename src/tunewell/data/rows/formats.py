@@ -219,14 +219,14 @@ class Converter:
         texts = numbers_as_text(row, _TEXT_COLUMNS) if name in _COLUMN_FORMATS else row
         conversation = self._converters[name](texts, self._options)
         if texts is not row:
-            conversation.notes = {**(conversation.notes or {}), "numbers_as_text": 1}
+            conversation.note("numbers_as_text")
         unused = self._unused(name, tuple(row))
         if not _ACCEPTED.isdisjoint(unused):
             unused = _read_accepted(conversation, unused, row)
         if unused:
             conversation.unused += _with_values(unused, row)
         if renamed:
-            conversation.notes = {**(conversation.notes or {}), "names_in_other_case": 1}
+            conversation.note("names_in_other_case")
         return self._with_system(conversation), name
 
     def _with_system(self, conversation: Conversation) -> Conversation:
@@ -384,7 +384,7 @@ def _read_accepted(conversation: Conversation, unused: tuple[str, ...], row: dic
     if not answers or conversation.text is not None:
         return unused
     conversation.answers, conversation.answers_column = answers, column
-    conversation.notes = {**(conversation.notes or {}), "rows_with_answers": 1}
+    conversation.note("rows_with_answers")
     return tuple(name for name in unused if name != column)
 
 

@@ -38,16 +38,16 @@ class LocalFile:
     def find(cls, path: str, *, base: Path, options: SourceOptions | None = None) -> list["LocalFile"]:
         """Return the files of a path, folder or glob in a stable order; raise UserError if there are no files."""
         path = path.removeprefix("file://")
-        full = base / Path(path).expanduser()
-        if full.is_file():
+        listing = _Listing(path, base)
+        full = listing.path
+        if listing.is_file:
             return [cls._of(full, base)]
-        if full.is_dir() or globbing.has_magic(path):
-            listing = _Listing(path, base)
+        if listing.is_folder or globbing.has_magic(path):
             if files := select_row_files(listing.inside):
                 return [cls._of(file, base) for file in files]
             links = len(listing.files) - len(listing.inside)
             where = f"skipped {count(links, 'link')} to files outside of it; name the targets instead"
-            if full.is_dir():
+            if listing.is_folder:
                 what, fix = f"the folder `{path}` contains no readable file", f"put files there: {READABLE}"
                 raise UserError(what, where=where if links else None, fix=fix)
             raise UserError(

@@ -169,15 +169,17 @@ def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = 
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     # Markers are searched in the normalised text, so that spaces next to a marker do not change.
-    add_markers(
-        backend,
-        [
-            AddedToken(piece, special=kind != USER_DEFINED or looks_like_marker(piece), normalized=True)
-            for piece, kind in zip(model.pieces, model.types, strict=True)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-        ],
-    )
+    add_markers(backend, marker_tokens(model.pieces, model.types, is_normalized=True))
     return backend
+
+
+def marker_tokens(pieces: Sequence[str], types: Sequence[int], *, is_normalized: bool) -> list[AddedToken]:
+    """Return the pieces that are matched as a whole, before the other text is split."""
+    return [
+        AddedToken(piece, special=kind != USER_DEFINED or looks_like_marker(piece), normalized=is_normalized)
+        for piece, kind in zip(pieces, types, strict=True)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
 
 
 def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
