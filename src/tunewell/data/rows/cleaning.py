@@ -41,9 +41,9 @@ def clean(conversation: Conversation, options: Clean) -> Digests:
         _strip_thinking(conversation)
     try:
         whole = digest_whole(conversation)
-    except _BadText as bad:
+    except Rejected:
         if options.bad_text != "replace":
-            raise Rejected("bad_text", str(bad)) from bad
+            raise
         _replace_bad_text(conversation)
         whole = digest_whole(conversation)
     if conversation.text is not None:
@@ -134,12 +134,11 @@ def _check_turns(conversation: Conversation, options: Clean) -> None:
         raise Rejected("has_url")
 
 
-class _BadText(Exception):
-    pass
-
-
 def digest_whole(conversation: Conversation) -> bytes:
-    """Return a digest of everything that the model reads. Only equal conversations have equal digests."""
+    """Return a digest of everything that the model reads. Only equal conversations have equal digests.
+
+    Raises Rejected for text that is not valid.
+    """
     pieces: list[bytes] = []
     for text in _texts(conversation):
         try:
@@ -147,12 +146,12 @@ def digest_whole(conversation: Conversation) -> bytes:
         except UnicodeEncodeError as error:
             character = text[error.start]
             what = "a byte that is not UTF-8" if "\udc80" <= character <= "\udcff" else "a lone surrogate"
-            raise _BadText(f"{what} at position {error.start}") from error
+            raise Rejected("bad_text", f"{what} at position {error.start}") from error
         pieces += (b"%d:" % len(data), data)
     whole = b"".join(pieces)
     if b"\0" in whole:
         position = next(text.index("\0") for text in _texts(conversation) if "\0" in text)
-        raise _BadText(f"a NUL character at position {position}")
+        raise Rejected("bad_text", f"a NUL character at position {position}")
     return hashlib.blake2b(whole, digest_size=DIGEST_BYTES).digest()
 
 

@@ -50,14 +50,35 @@ def read_turns(turns: list[Any]) -> tuple[list[Message], list[bool | None]]:
 _BLOCKS = frozenset(("tool_use", "tool_result", "thinking", "reasoning"))
 
 
-def _expanded(turn: Any) -> tuple[Any, ...] | list[Any]:
-    """Split a turn with Anthropic's content blocks into messages."""
+def _expanded(turn: Any) -> list[Any]:
     content = turn.get("content") if is_object(turn) else None
-    if not is_list(content) or not any(is_object(part) and part.get("type") in _BLOCKS for part in content):
-        return (turn,)
-    from tunewell.data.rows.content_blocks import expand_blocks  # not needed for other rows
+    has_blocks = is_list(content) and any(is_object(part) and part.get("type") in _BLOCKS for part in content)
+    return _expand_blocks(turn) if has_blocks else [turn]
 
-    return expand_blocks(turn)
+
+def _expand_blocks(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a turn with Anthropic's content blocks: tool results are messages of their own."""
+    results: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thinking: list[str] = []
+    rest: list[Any] = []
+    for block in turn["content"]:
+        kind = block.get("type") if is_object(block) else None
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            results.append({"role": "tool", "content": block.get("content"), "tool_call_id": block.get("tool_use_id")})
+        elif kind in ("thinking", "reasoning"):
+            thinking.append(str(block.get(kind) or block.get("text") or ""))
+        else:
+            rest.append(block)
+    message = {**turn, "content": rest}
+    if calls:
+        message["tool_calls"] = calls
+    if any(thinking):
+        message["reasoning_content"] = "\n\n".join(filter(None, thinking))
+    return [*results, *([message] if rest or calls or not results else [])]
 
 
 def _message(turn: Any) -> tuple[Message, bool | None]:

@@ -24,10 +24,10 @@ class SpecialTokenTable:
 
     def __init__(self, files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> None:
         self.config = files.read_object("tokenizer_config.json")
-        self.model_type = files.read_object("config.json").get("model_type")
+        model_type = files.read_object("config.json").get("model_type")
         name = self.config.get("tokenizer_class")
         self.class_name = name.removesuffix("Fast") if isinstance(name, str) else None
-        if self.model_type in load_table("transformers")["file_as_it_is"]:
+        if model_type in load_table("transformers")["file_as_it_is"]:
             self.class_name = None
         values: dict[str, Any] = dict(load_table("transformers")["class_tokens"].get(self.class_name or "", {}))
         values |= {key: value for key, value in self.config.items() if _names_tokens(key)}

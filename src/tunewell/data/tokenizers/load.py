@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from tokenizers import AddedToken
 
@@ -47,16 +48,12 @@ def _load_sentencepiece(files: ModelFiles, path: Path) -> LoadedTokenizer:
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     more = [token for token in table.additions(backend) if token.content not in contents]
     # Like the markers of the file, they must match in normalised text, or the text after each would get a dummy space.
-    sentencepiece.add_markers(backend, [_normalized(token) for token in more])
+    states = [cast(Any, token).__getstate__() for token in more]
+    sentencepiece.add_markers(backend, [AddedToken(**(state | {"normalized": True})) for state in states])
     adds_bos = bool(table.config.get("add_bos_token", True)) and "bos_token" in special
     if adds_bos:
         prepend_bos(backend, special["bos_token"])
     return LoadedTokenizer(backend, special, read_template(files, table.config), adds_bos, table.max_length())
-
-
-def _normalized(token: AddedToken) -> AddedToken:
-    flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
-    return AddedToken(token.content, special=token.special, normalized=True, **flags)
 
 
 def token_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
