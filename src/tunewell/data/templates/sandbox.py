@@ -30,7 +30,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from jinja2 import Template, nodes
@@ -240,13 +240,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             result = super().call(__context, __obj, *args, **kwargs)
             budget.depth -= 1
             return result
-        args = tuple(map(budget.admit, args))
-        kwargs = {key: budget.admit(value) for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
         owner = getattr(__obj, "__self__", None)
         if owner is not None and __obj.__name__ in _BYTES_METHODS:
             raise TemplateFailed(f"`{__obj.__name__}` is not available in chat templates")
         if isinstance(owner, str):
-            return __self._call_text_method(__obj, args, kwargs)
+            name = __obj.__name__
+            if name == "join" and args:
+                args = (__self._joinable(budget.admit_items(args[0]), owner), *args[1:])
+            method = getattr(type(owner), name)
+            return __self._apply(name, method, owner, args, kwargs, is_slow=name == "striptags")
+        args = tuple(map(budget.admit, args))
+        kwargs = {key: budget.admit(value) for key, value in kwargs.items()}
         format_method = getattr(__obj, "__wrapped__", None)  # Jinja wraps `str.format` and `str.format_map`
         if format_method is not None:
             __self._require_small_format(format_method.__self__, (args, kwargs))
@@ -254,70 +259,67 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         budget.charge(4 * budget.measure((args, kwargs)))
         return budget.created(super().call(__context, __obj, *args, **kwargs))
 
-    def _call_text_method(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        text, name = method.__self__, method.__name__
-        if name == "join" and args:
-            args = (self._joinable(self.budget.admit_items(args[0]), text), *args[1:])
-        elif name in ("split", "rsplit", "splitlines"):
-            separator = args[0] if args else kwargs.get("sep")
-            self.budget.charge(64 * (text.count(separator) if separator and isinstance(separator, str) else len(text)))
-        elif name == "striptags":
-            self._require_short(text)
-        self._require_small_result(name, text, args, kwargs)
-        self.budget.charge(sys.getsizeof(text))
-        return self.budget.created(method(*args, **kwargs))
-
     def _checked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a filter or a test with checks of its input and its result."""
         # Jinja passes its context, or a part of it, as an additional first argument to functions with this attribute.
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
-        takes_items = name in _ITEM_FILTERS
+        admit_value = self.budget.admit_items if name in _ITEM_FILTERS else self.budget.admit
         is_slow = name not in _ITEM_FILTERS | _TEXT_FILTERS | _COSTLY_TESTS
-        budget = self.budget
 
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            jinja_args, args = args[:first], args[first:]
-            value = budget.admit_items(args[0]) if takes_items else budget.admit(args[0])
-            args = tuple(map(budget.admit, args[1:]))
-            kwargs = {key: budget.admit(argument) for key, argument in kwargs.items()}
+            value = admit_value(args[first])
             if name == "join":
-                value = self._joinable(value, str([*args, kwargs.get("d", "")][0]))
-            elif name == "sum":
-                value = list(value)
-                if any(isinstance(start, list | tuple) for start in (*args, *kwargs.values())):
-                    budget.require_chars(budget.measure(value) * len(value))  # each addition copies the whole list
-            elif name == "format":
-                self._require_small_format(str(value), (args, kwargs))
-            elif is_slow:
-                self._require_short(value, args, kwargs)
-            self._require_small_result(name, value, args, kwargs)
-            return budget.created(function(*jinja_args, value, *args, **kwargs), item_bytes=128)
+                separators = map(self.budget.admit, [*args[first + 1 :], kwargs.get("d", "")])
+                value = self._joinable(value, str(next(separators)))
+            call = partial(function, *args[:first])
+            return self._apply(name, call, value, args[first + 1 :], kwargs, is_slow=is_slow)
 
         return checked
+
+    def _apply(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        value: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_slow: bool,
+    ) -> Any:
+        """Apply a filter, a test or a text method; raise TemplateLimit if its operands or result would be too large."""
+        budget = self.budget
+        args = tuple(map(budget.admit, args))
+        kwargs = {key: budget.admit(argument) for key, argument in kwargs.items()}
+        operands = (*args, *kwargs.values())
+        if name == "sum":
+            value = list(value)
+            if any(isinstance(start, list | tuple) for start in operands):
+                budget.require_chars(budget.measure(value) * len(value))  # each addition copies the whole list
+        elif name == "format":
+            self._require_small_format(str(value), (args, kwargs))
+        elif name == "replace":
+            budget.require_chars(_replaced_chars(value, *args, **kwargs))
+        elif name in _GROWING:
+            width = max(map(_width, operands), default=1)
+            budget.require_chars(width * (len(value) + 1 if isinstance(value, str | list | tuple) else 100))
+        elif is_slow and budget.measure((value, operands)) > MAX_SLOW_CHARS:
+            raise TemplateLimit(f"the template passes more than {MAX_SLOW_CHARS:,} characters to a slow filter")
+        if name in _NUMERIC and not isinstance(value, int | float):
+            raise TypeError(f"`{name}` needs a number")
+        if isinstance(value, str):
+            if name in ("split", "rsplit", "splitlines"):
+                separator = next((text for text in operands if text and isinstance(text, str)), None)
+                budget.charge(64 * (value.count(separator) if separator else len(value)))
+            # In the worst case, methods such as `rfind` and `strip` take quadratic time.
+            other = sum(len(text) for text in operands if type(text) is str)
+            budget.charge(sys.getsizeof(value) + (len(value) * other >> 3))
+        return budget.created(function(value, *args, **kwargs), item_bytes=128)
 
     def _joinable(self, items: Any, separator: str) -> list[Any]:
         items = list(items)
         self.budget.require_chars(self.budget.measure(items) + len(items) * len(separator))
         return items
-
-    def _require_short(self, *values: Any) -> None:
-        if self.budget.measure(values) > MAX_SLOW_CHARS:
-            raise TemplateLimit(f"the template passes more than {MAX_SLOW_CHARS:,} characters to a slow filter")
-
-    def _require_small_result(self, name: str, value: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
-        if name in _NUMERIC and not isinstance(value, int | float):
-            raise TypeError(f"`{name}` needs a number")
-        if name == "replace":
-            self.budget.require_chars(_replaced_chars(value, *args, **kwargs))
-        elif name in _GROWING:
-            width = max(map(_width, (*args, *kwargs.values())), default=1)
-            self.budget.require_chars(width * (len(value) + 1 if isinstance(value, str | list | tuple) else 100))
-        if isinstance(value, str):
-            # In the worst case, methods such as `rfind` and `strip` take quadratic time.
-            self.budget.charge(
-                len(value) * sum(len(text) for text in (*args, *kwargs.values()) if type(text) is str) >> 3
-            )
 
     def _require_small_format(self, pattern: str, values: Any) -> None:
         """Reject `pattern % values` or `pattern.format(values)` with a large width or many large fields."""
