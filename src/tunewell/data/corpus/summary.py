@@ -11,7 +11,7 @@ from tunewell.config.glossary import entries
 from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
-from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
+from tunewell.data.corpus.packing import Mix, PackedSequences, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
 from tunewell.data.rows.column_names import LABELS, first_present, nearest_column
@@ -36,7 +36,7 @@ _NUM_NAMED = 5
 _NUM_COLUMNS = 12
 _NUM_CHARACTERS = 20
 
-WrittenSplit = tuple[Units, Packing, SplitRecord]
+WrittenSplit = tuple[Units, PackedSequences, SplitRecord]
 
 
 def make_manifest(

@@ -33,7 +33,7 @@ from tunewell.data.corpus.assembly import Assembly, Documents, SpaceEstimate
 from tunewell.data.corpus.held_out import write_questions
 from tunewell.data.corpus.packing import (
     Mix,
-    Packing,
+    PackedSequences,
     Units,
     choose_context_length,
     mix_sources,
@@ -80,7 +80,7 @@ def write_split(
     folder: Path,
     *,
     units: Units,
-    packing: Packing,
+    packing: PackedSequences,
     documents: Documents,
     shard_tokens: int,
     progress: ProgressListener = silent,
@@ -116,7 +116,7 @@ def write_split(
 class _Sequences:
     """A builder of the sequences of a split. It works in batches and records the position of each unit."""
 
-    def __init__(self, units: Units, packing: Packing, documents: Documents) -> None:
+    def __init__(self, units: Units, packing: PackedSequences, documents: Documents) -> None:
         self._units = units
         self._packing = packing
         self._documents = documents

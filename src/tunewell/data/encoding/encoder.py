@@ -38,7 +38,7 @@ from tunewell.data.encoding.segments import (
     compile_plan,
 )
 from tunewell.data.encoding.text_backends import TextBackends
-from tunewell.data.masking.masker import Plan
+from tunewell.data.masking.masker import MaskPlan
 from tunewell.data.masking.turns import marker_pattern
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.tokenizers.load import LoadedTokenizer
@@ -86,7 +86,7 @@ class EncodedDocuments:
 class PlannedDocument:
     """One document to encode: a plan with its message texts, or plain text."""
 
-    plan: Plan | None
+    plan: MaskPlan | None
     texts: list[str]
 
 
@@ -374,7 +374,7 @@ class Encoder:
         for document in documents:
             self._check_one(document.plan, document.texts)
 
-    def _check_one(self, plan: Plan | None, texts: list[str]) -> None:
+    def _check_one(self, plan: MaskPlan | None, texts: list[str]) -> None:
         if plan is None:
             return
         text = plan.fill(texts)

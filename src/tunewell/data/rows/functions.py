@@ -16,7 +16,7 @@ from tunewell.core.files import read_bytes, sha256_text
 from tunewell.data.rows.conversation import is_list, is_object
 
 
-class Batch(list[Any]):
+class RowBatch(list[Any]):
     """A list of rows that gives its columns by name, like a batch of `datasets.Dataset.map(batched=True)`."""
 
     def __getitem__(self, key: Any) -> Any:
@@ -66,7 +66,7 @@ class RowFunction:
             some = rows[start : start + step]
             where = f"{source} row {numbers[start]}" + (f" to {numbers[start + len(some) - 1]}" if self.batch else "")
             num_rows = len(some)  # counted before the call, which may change the list
-            result = self._call(Batch(some) if self.batch else some[0], where)
+            result = self._call(RowBatch(some) if self.batch else some[0], where)
             mapped += self._rows_of(result, num_rows, where) if self.batch else [self._row_of(result, where)]
         return mapped
 

@@ -41,7 +41,7 @@ Segments = tuple[str | ContentSlot, ...]
 
 
 @dataclass(frozen=True)
-class Position:
+class TurnPosition:
     """A position in a conversation, with everything that a rule may depend on."""
 
     role: str
@@ -62,7 +62,7 @@ class Position:
 class Condition:
     """A yes/no test of a position, in Python and in Go."""
 
-    holds: Callable[[Position], bool]
+    holds: Callable[[TurnPosition], bool]
     go: str
 
 
@@ -105,13 +105,13 @@ class Layout:
                     texts.append(segment.strip(content if segment.source == "message" else system))
         return "".join(texts)
 
-    def positions(self, messages: Sequence[Message]) -> Iterator[tuple[Position, str]]:
+    def positions(self, messages: Sequence[Message]) -> Iterator[tuple[TurnPosition, str]]:
         """Yield the position and content of each rendered message, then `end` if the next turn is a reply."""
         previous_role, has_system = "", False
         seen: set[str] = set()
 
-        def position(role: str, num_remaining: int) -> Position:
-            return Position(role, previous_role, has_system, "user" in seen, "assistant" in seen, num_remaining)
+        def position(role: str, num_remaining: int) -> TurnPosition:
+            return TurnPosition(role, previous_role, has_system, "user" in seen, "assistant" in seen, num_remaining)
 
         for index, message in enumerate(messages):
             role, content = message["role"], message["content"]
@@ -130,7 +130,7 @@ class Layout:
             yield position("end", 0), ""
 
 
-def follow_rule(rule: Rule, position: Position) -> Segments:
+def follow_rule(rule: Rule, position: TurnPosition) -> Segments:
     """Return the segments that a rule produces at a position."""
     while isinstance(rule, Branch):
         rule = rule.yes if rule.condition.holds(position) else rule.no
@@ -157,7 +157,7 @@ _CONDITIONS = (
 class Observation:
     """The text that a template rendered at one position of a conversation."""
 
-    position: Position
+    position: TurnPosition
     segments: Segments
     conversation: Sequence[Message]
 
