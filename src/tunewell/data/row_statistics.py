@@ -110,11 +110,6 @@ def _measure(item: Any, options: ReadOptions, converter: Converter) -> tuple[int
 
 
 def _strings(value: Any) -> list[str]:
-    found: list[str] = []
-
-    def keep(text: Any) -> Any:
-        found.extend([text] if isinstance(text, str) else ())
-        return text
-
-    map_leaves(value, keep)
-    return found
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return [text for text in found if isinstance(text, str)]

@@ -231,7 +231,9 @@ class Converter:
         if self._columns:
             row = self._renamed(row)
         if isinstance(row, ConversationRow):
-            return self._with_system(_read_messages(row)), row.format_name
+            conversation = _conversation(row, *read_turns(row["messages"]))
+            conversation.notes = row.notes
+            return self._with_system(conversation), row.format_name
         name, renamed = self._format, dict[str, str]()
         if name == "auto":
             row, name, renamed = self._detected(row)
@@ -370,13 +372,6 @@ def convert_messages(row: dict[str, Any], options: FormatOptions) -> Conversatio
         raise Rejected("not_a_conversation", "the list of messages is empty")
     messages, learn = read_turns(turns)
     return _conversation(row, messages, learn, read_objects(row.get("tools") or row.get("functions"), "tools"))
-
-
-def _read_messages(row: ConversationRow) -> Conversation:
-    messages, learn = read_turns(row["messages"])
-    conversation = _conversation(row, messages, learn)
-    conversation.notes = row.notes
-    return conversation
 
 
 def _conversation(

@@ -2,19 +2,19 @@
 
 import io
 import lzma
+import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import PurePosixPath
 from typing import BinaryIO, cast
 
 from tunewell.core.errors import UserError
 from tunewell.data.sources.base import SourceFile, detect_format
 
-_CHATS = ("conversations.json", "result.json", "_chat.txt")
+_CHATS = re.compile(r"(.*/)?(conversations\.json|result\.json|_chat\.txt|WhatsApp[^/]*\.txt)", re.DOTALL)
 """The file with the conversations in an export; everything else is pictures, accounts and settings."""
 _NUM_NAMED = 6
 _DAMAGE: tuple[type[Exception], ...] = (
@@ -79,7 +79,7 @@ def open_archive(file: SourceFile) -> SourceFile:
             f"`{file.name}` is not a complete `.zip` file", fix="copy or download the file again"
         ) from error
     names = [name for name in names if not name.startswith("__MACOSX/")]
-    chats = [name for name in names if PurePosixPath(name).name in _CHATS or _is_whatsapp(name)]
+    chats = [name for name in names if _CHATS.fullmatch(name)]
     rows = chats or [name for name in names if detect_format(name)[0] not in (None, "zip")]
     if len(rows) != 1:
         shown = ", ".join(rows[:_NUM_NAMED] or names[:_NUM_NAMED])
@@ -89,7 +89,3 @@ def open_archive(file: SourceFile) -> SourceFile:
         )
     file_format, compression = detect_format(rows[0])
     return replace(file, member=rows[0], format=str(file_format), compression=compression)
-
-
-def _is_whatsapp(name: str) -> bool:
-    return PurePosixPath(name).name.startswith("WhatsApp") and name.endswith(".txt")
