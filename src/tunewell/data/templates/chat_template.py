@@ -144,15 +144,9 @@ class ChatTemplate:
     @cached_property
     def probe_tools(self) -> list[dict[str, Any]] | None:
         """The tools with which the template renders a question: None, or one tool if it fails without tools."""
-        try:
-            self.render([{"role": "user", "content": "x"}])
-        except TemplateFailed:
-            try:
-                self.render([{"role": "user", "content": "x"}], _PROBE_TOOLS)
-            except TemplateFailed:
-                return None
-            return _PROBE_TOOLS
-        return None
+        asked = [{"role": "user", "content": "x"}]
+        needs_tools = self.try_render(asked) is None and self.try_render(asked, _PROBE_TOOLS) is not None
+        return _PROBE_TOOLS if needs_tools else None
 
     @cached_property
     def special_variables(self) -> tuple[str, ...]:
@@ -204,6 +198,15 @@ class ChatTemplate:
             raise TemplateFailed(shorten(str(error.message), _SHOWN_CHARS)) from error
         except _TEMPLATE_ERRORS as error:
             raise TemplateFailed(shorten(f"{type(error).__name__}: {error}", _SHOWN_CHARS)) from error
+
+    def try_render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str | None:
+        """Return the text of a conversation, or None if the template rejects it."""
+        try:
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        except TemplateFailed:
+            return None
 
     def question_in(self, prompt: str) -> str:
         """Return the last message of the user in a decoded prompt.
@@ -292,23 +295,16 @@ def required_markers(
 def _probe(template: ChatTemplate) -> str:
     """Return renderings of short conversations, or the source of the template if it rejects all of them."""
     turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
-    texts: list[str] = []
-    for messages, asks in ((turns, True), (turns[1:], True), (turns[1:2], True), (turns[1:], False)):
-        try:
-            texts.append(template.render(messages, template.probe_tools, add_generation_prompt=asks))
-        except TemplateFailed:
-            continue
-    return "\n".join(texts) or template.source
+    probes = ((turns, True), (turns[1:], True), (turns[1:2], True), (turns[1:], False))
+    texts = [template.try_render(part, template.probe_tools, add_generation_prompt=asks) for part, asks in probes]
+    return "\n".join(text for text in texts if text is not None) or template.source
 
 
 def _unknown_end(template: ChatTemplate, known: Sequence[str]) -> list[str]:
     """Return the text that ends a reply like a marker, if none of the known markers ends it."""
     roles = ("user", "assistant") * 2
     turns = [{"role": role, "content": text} for role, text in zip(roles, _PROBE_TEXTS, strict=True)]
-    try:
-        text = template.render(turns, template.probe_tools)
-    except TemplateFailed:
-        return []
+    text = template.try_render(turns, template.probe_tools) or ""
     after_last = text.rpartition(_PROBE_TEXTS[3])[2]
     between = text.partition(_PROBE_TEXTS[1])[2].partition(_PROBE_TEXTS[2])[0]
     for after in (after_last, between):

@@ -396,17 +396,12 @@ class _CheckInserter(NodeTransformer):
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        if not isinstance(node.key, nodes.Const):
-            node.key = self._check("(admit)", node.key)
+        node.key = self._check("(admit)", node.key)
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        is_search = node.ops[0].op in ("in", "notin")
-        if len(node.ops) == 1 and (_is_constant(node.ops[0].expr) or (_is_constant(node.expr) and not is_search)):
-            return node  # comparing with a constant is cheap
-        if not _is_constant(node.expr):
-            node.expr = self._check("(admit)", node.expr)
+        node.expr = self._check("(admit)", node.expr)
         for operand in node.ops:
             operand.expr = self._check("(container)" if operand.op in ("in", "notin") else "(admit)", operand.expr)
         return node
@@ -420,8 +415,3 @@ def _created_bytes(node: nodes.Node) -> int:
     if isinstance(node, nodes.Macro | nodes.CallBlock | nodes.For):
         return 512
     return 64 if isinstance(node, nodes.List | nodes.Tuple | nodes.Dict) else 8
-
-
-def _is_constant(node: nodes.Expr) -> bool:
-    items = node.items if isinstance(node, nodes.List | nodes.Tuple) else [node]
-    return all(isinstance(item, nodes.Const) for item in items)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from tunewell.data.rows.conversation import Conversation, Message, is_list, is_object, objects_in
-from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
+from tunewell.data.templates.chat_template import ChatTemplate
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
@@ -107,10 +107,7 @@ def _argument_form(template: ChatTemplate) -> type | None:
             {"role": "tool", "content": "r", "tool_call_id": "call00001", "name": "f"},
         ]
         for messages in (turns, turns[:2]):
-            try:
-                text = template.render(messages)
-            except TemplateFailed:
-                continue
+            text = template.try_render(messages) or ""
             if "probe" in text and '\\"probe' not in text and "'probe'" not in text:
                 return form
     return None
