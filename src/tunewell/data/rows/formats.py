@@ -6,7 +6,7 @@ The format is detected for each row from its keys, so a file may change its form
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
@@ -202,7 +202,7 @@ class Converter:
         # Formats that read whole files give rows of messages.
         self._format = "auto" if FORMATS.entry(format_name).files else format_name
         self._options = options or FormatOptions()
-        self._converters: dict[str, _Convert] = {}
+        self._load: Callable[[str], _Convert] = cache(FORMATS.load)
         self._unused = lru_cache(_MAX_SHAPES)(_unused_columns)
         self._match = lru_cache(_MAX_SHAPES)(_match)
         self._columns = dict(columns or {})
@@ -237,10 +237,8 @@ class Converter:
         name, renamed = self._format, dict[str, str]()
         if name == "auto":
             row, name, renamed = self._detected(row)
-        if name not in self._converters:
-            self._converters[name] = FORMATS.load(name)
         texts = numbers_as_text(row, _TEXT_COLUMNS) if name in _COLUMN_FORMATS else row
-        conversation = self._converters[name](texts, self._options)
+        conversation = self._load(name)(texts, self._options)
         if texts is not row:
             conversation.note("numbers_as_text")
         unused = self._unused(name, tuple(row))

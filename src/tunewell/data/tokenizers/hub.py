@@ -37,17 +37,13 @@ class SpecialTokenTable:
         else:
             # Files from before 2023 store these tokens separately. They are ignored if the config lists added tokens.
             values |= {k: v for k, v in files.read_object("special_tokens_map.json").items() if _names_tokens(k)}
-            self._read_added_tokens(files.read_object("added_tokens.json"), values)
+            special = {_content(value) for value in (*map(values.get, SPECIAL_NAMES), *_listed(values)) if value}
+            for content, number in files.read_object("added_tokens.json").items():
+                is_special = content in special
+                self.by_id[int(number)] = AddedToken(content, normalized=not is_special, special=is_special)
             self.by_id |= in_vocabulary
         self.named = self._named(values)
         self.extra = [_token(value) for value in _listed(values)]
-
-    def _read_added_tokens(self, numbers: dict[str, int], values: dict[str, Any]) -> None:
-        special = {_content(values[name]) for name in SPECIAL_NAMES if values.get(name)}
-        special |= {_content(value) for value in _listed(values)}
-        for content, number in numbers.items():
-            is_special = content in special
-            self.by_id[int(number)] = AddedToken(content, normalized=not is_special, special=is_special)
 
     def _named(self, values: dict[str, Any]) -> dict[str, AddedToken]:
         extra = values.get("extra_special_tokens")
@@ -57,8 +53,9 @@ class SpecialTokenTable:
         by_content = {token.content: token for token in self.by_id.values()}
         return {name: by_content.get(_content(value), _token(value)) for name, value in chosen.items()}
 
+    @property
     def special_tokens(self) -> dict[str, str]:
-        """Return the special tokens by their variable names in chat templates."""
+        """The special tokens by their variable names in chat templates."""
         return {name: token.content for name, token in self.named.items()}
 
     def additions(self, backend: Tokenizer) -> list[AddedToken]:
@@ -74,8 +71,9 @@ class SpecialTokenTable:
             token.special = token.special or token.content in named
         return tokens
 
+    @property
     def max_length(self) -> int | None:
-        """Return the maximum length of the tokenizer, or None if it has no limit."""
+        """The maximum length of the tokenizer, or None if it has no limit."""
         length = self.config.get("model_max_length")
         return int(length) if isinstance(length, int | float) and 0 < length < _LONGEST_LENGTH else None
 
@@ -106,9 +104,9 @@ def load_tokenizer_json(files: ModelFiles) -> LoadedTokenizer:
         tokens.named.setdefault("pad_token", _token(padding["pad_token"]))
     add_tokens(backend, tokens.additions(backend))
     backend.encode_special_tokens = False
-    special = tokens.special_tokens()
+    special = tokens.special_tokens
     return LoadedTokenizer(
-        backend, special, read_template(files, tokens.config), _adds_bos(backend, special), tokens.max_length()
+        backend, special, read_template(files, tokens.config), _adds_bos(backend, special), tokens.max_length
     )
 
 

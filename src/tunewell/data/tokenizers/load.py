@@ -44,7 +44,7 @@ def _load_sentencepiece(files: ModelFiles, path: Path) -> LoadedTokenizer:
     model = read_model(path)
     backend = sentencepiece.build_tokenizer(model)
     table = read_special_tokens(files, {})
-    special = model.special_tokens() | table.special_tokens()
+    special = model.special_tokens() | table.special_tokens
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     more = [token for token in table.additions(backend) if token.content not in contents]
     # Like the markers of the file, they must match in normalised text, or the text after each would get a dummy space.
@@ -53,26 +53,22 @@ def _load_sentencepiece(files: ModelFiles, path: Path) -> LoadedTokenizer:
     adds_bos = bool(table.config.get("add_bos_token", True)) and "bos_token" in special
     if adds_bos:
         prepend_bos(backend, special["bos_token"])
-    return LoadedTokenizer(backend, special, read_template(files, table.config), adds_bos, table.max_length())
+    return LoadedTokenizer(backend, special, read_template(files, table.config), adds_bos, table.max_length)
 
 
 def token_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text of each token. An incomplete character is shown as its bytes, like `<E2 82>`."""
-    backend = tokenizer.backend
-    if tokenizer.byte_lengths is None:
-        return [(backend.id_to_token(token) or "").replace("\u2581", " ") for token in ids]
-    added = {facts.id: text for text, facts in tokenizer.added.items()}
-    return [added[token] if token in added else _from_bytes(backend.id_to_token(token) or "") for token in ids]
+    return [_read_token(tokenizer, token)[0] for token in ids]
 
 
 def joined_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text of each token. If tokens share a character, the first gets it and the others an empty text."""
-    texts, pieces = token_texts(tokenizer, ids), [_bytes_of(tokenizer, token) for token in ids]
-    at = 0
+    read = [_read_token(tokenizer, token) for token in ids]
+    texts, at = [text for text, _ in read], 0
     while at < len(ids):
         data = b""
         for end in range(at, min(at + _MAX_JOINED, len(ids))):
-            piece = pieces[end]
+            piece = read[end][1]
             if piece is None:
                 break
             data += piece
@@ -87,25 +83,19 @@ def joined_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def _bytes_of(tokenizer: LoadedTokenizer, token: int) -> bytes | None:
-    """Return the bytes of a token of a byte-level vocabulary or of byte fallback (`<0x0A>`), or None."""
+def _read_token(tokenizer: LoadedTokenizer, token: int) -> tuple[str, bytes | None]:
+    """Return the text of a token, and its bytes if it can be a part of a character."""
     name = tokenizer.backend.id_to_token(token) or ""
     if tokenizer.byte_lengths is None:
         found = _BYTE_TOKEN.fullmatch(name)
-        return bytes.fromhex(found[1]) if found else None
-    return None if name in tokenizer.added else _bytes(name)
-
-
-def _bytes(name: str) -> bytes:
-    return bytes(_BYTE_OF[character] for character in name if character in _BYTE_OF)
-
-
-def _from_bytes(name: str) -> str:
-    data = _bytes(name)
+        return name.replace("\u2581", " "), bytes.fromhex(found[1]) if found else None
+    if name in tokenizer.added:
+        return name, None
+    data = bytes(_BYTE_OF[character] for character in name if character in _BYTE_OF)
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8"), data
     except UnicodeDecodeError:
-        return f"<{data.hex(' ').upper()}>"
+        return f"<{data.hex(' ').upper()}>", data
 
 
 _BYTE_OF = {character: byte for byte, character in byte_alphabet().items()}
