@@ -15,10 +15,9 @@ import numpy as np
 
 from tunewell.config.schema import Clean
 from tunewell.core.redact import POSSIBLE_SECRETS, hide_secrets
-from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object, map_leaves
+from tunewell.data.rows.conversation import REASONING_KEYS, Conversation, Rejected, is_list, is_object, map_leaves
 
 _URL = re.compile(r"https?://|\bwww\.", re.IGNORECASE)
-_THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Some sets leave out the opening tag, because the generation prompt of the model contains it.
 _THINKING = re.compile(
     r"\A\s*(?:<(think|thinking|thought|reasoning)>.*?</\1>|(?:(?!<think>).)*?</think>)\s*", re.DOTALL
@@ -58,7 +57,7 @@ def _strip_thinking(conversation: Conversation) -> None:
     num_stripped = 0
     for message in conversation.messages:
         if message["role"] == "assistant":
-            fields = [key for key in _THINKING_KEYS if message.pop(key, None)]
+            fields = [key for key in REASONING_KEYS if message.pop(key, None)]
             text = _THINKING.sub("", message["content"], count=1)
             num_stripped += bool(fields) or text != message["content"]
             message["content"] = text
@@ -109,26 +108,20 @@ def _check_text(text: str, options: Clean) -> None:
 
 def _check_turns(conversation: Conversation, options: Clean) -> None:
     messages = conversation.messages
-    num_questions = num_replies = reply_chars = 0
     for message in messages:
-        content, role = message["content"], message["role"]
-        is_blank = not content or content.isspace()
-        if role == "user":
-            num_questions += 1
-            if is_blank:
+        if not message["content"].strip():
+            if message["role"] == "user":
                 raise Rejected("empty_question")
-        elif role == "assistant":
-            num_replies += 1
-            reply_chars += len(content.strip())
-            if is_blank and not message.get("tool_calls"):
+            if message["role"] == "assistant" and not message.get("tool_calls"):
                 raise Rejected("empty_reply")
-    if not num_replies:
+    replies = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    if not replies:
         raise Rejected("not_a_conversation", "no reply")
-    if not num_questions:
+    if all(message["role"] != "user" for message in messages):
         raise Rejected("not_a_conversation", "no question")
     if messages[0]["role"] == "assistant":
         raise Rejected("not_a_conversation", "the first message is a reply")
-    if reply_chars < options.min_reply_chars:
+    if (reply_chars := sum(map(len, replies))) < options.min_reply_chars:
         raise Rejected("too_short", f"{reply_chars} characters of reply")
     if options.drop_urls and any(_URL.search(message["content"]) for message in messages):
         raise Rejected("has_url")

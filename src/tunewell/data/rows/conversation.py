@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of the thinking of a reply, by preference."""
 Message = dict[str, Any]
 """One turn for the template: `role`, `content` (text) and other keys of the row (`tool_calls`, `name`, ...)."""
 

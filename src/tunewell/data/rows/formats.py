@@ -28,7 +28,15 @@ from tunewell.data.rows.column_names import (
     first_present,
     match_ignoring_case,
 )
-from tunewell.data.rows.conversation import Conversation, ConversationRow, Message, Rejected, is_list, is_object
+from tunewell.data.rows.conversation import (
+    REASONING_KEYS,
+    Conversation,
+    ConversationRow,
+    Message,
+    Rejected,
+    is_list,
+    is_object,
+)
 from tunewell.data.rows.json_rows import numbers_as_text, parse_row
 
 _NAMES = read_table(__file__, "names.toml")
@@ -37,7 +45,7 @@ ROLES: dict[str, str] = _NAMES["roles"]
 
 _CALL_ROLES = ("function_call", "tool_call")
 _MEDIA = re.compile("image|audio|video", re.IGNORECASE)
-_KEPT_TEXT_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
+_KEPT_TEXT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)
 _MAX_NESTING_INSIDE = 64
 
 

@@ -4,6 +4,7 @@
 # pyarrow has no type stubs. The functions of this module return numpy arrays and plain Python values.
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -33,7 +34,9 @@ def table_rows(file: SourceFile) -> Iterator[Any]:
     try:
         with file.open() as stream:
             for batch in _not_empty(read_batches(stream)):
-                _require_unique_columns(batch.schema, file)
+                twice = next((name for name, number in Counter(batch.schema.names).items() if number > 1), None)
+                if twice is not None:
+                    raise UserError(f"`{file.name}` has two columns named `{twice}`", fix="rename one of them")
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
                     yield from _batch_rows(batch.slice(start, _BATCH_ROWS))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a column name
@@ -79,12 +82,6 @@ def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
 
 
 _TABLES = {"parquet": ("Parquet", _parquet_batches), "arrow": ("Arrow", _arrow_batches)}
-
-
-def _require_unique_columns(schema: pa.Schema, file: SourceFile) -> None:
-    duplicate = next((name for name in schema.names if schema.names.count(name) > 1), None)
-    if duplicate is not None:
-        raise UserError(f"`{file.name}` has two columns named `{duplicate}`", fix="rename one of them")
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:

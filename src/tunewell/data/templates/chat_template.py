@@ -22,10 +22,8 @@ from jinja2.exceptions import TemplateError
 
 from tunewell.core.errors import UserError
 from tunewell.core.text import shorten
-from tunewell.data.rows.conversation import Message, is_list
+from tunewell.data.rows.conversation import REASONING_KEYS, Message, is_list
 from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
-
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
@@ -43,7 +41,7 @@ def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -
 
 
 def _with_reasoning(message: Message) -> Message:
-    reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
