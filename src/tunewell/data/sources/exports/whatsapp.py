@@ -61,29 +61,27 @@ def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
 
 
 def _messages(file: SourceFile, options: ReadOptions) -> list[ChatMessage]:
-    entries: list[tuple[int, re.Match[str], list[str]]] = []
-    notices: set[int] = set()
+    entries: list[tuple[int, re.Match[str], bool, list[str]]] = []
     for number, line in numbered_lines(file, options):
         raw = "" if isinstance(line, TooLong) else text_of(line).replace("\u202f", " ")
         text = _HIDDEN.sub("", raw)
         if match := _LINE.fullmatch(text):
-            entries.append((number, match, [match["rest"]]))
-            if raw.partition(": ")[2].startswith("\u200e"):
-                notices.add(number)
+            is_notice = raw.partition(": ")[2].startswith("\u200e")
+            entries.append((number, match, is_notice, [match["rest"]]))
         elif entries:
-            entries[-1][2].append(text)
+            entries[-1][-1].append(text)
         elif text.strip():
             raise UserError(f"`{file.name}` is not a WhatsApp chat", where=f"line {number}: {text[:60]!r}")
-    is_month_first = _is_month_first([match for _, match, _ in entries])
+    is_month_first = _is_month_first([match for _, match, *_ in entries])
     messages: list[ChatMessage] = []
-    for number, match, lines in entries:
+    for number, match, is_notice, lines in entries:
         sender, colon, text = _EDITED.sub("", "\n".join(lines).rstrip("\n")).partition(": ")
         if not colon or "\n" in sender:
             if not _CALL.fullmatch(sender.strip()):
                 continue  # a notice: "Messages are end-to-end encrypted", "Anna changed the subject"
             sender, text = "", sender
         left_out = _left_out(text.strip())
-        if number in notices and not left_out:
+        if is_notice and not left_out:
             continue
         time = _time(match, is_month_first, f"{file.name} line {number}")
         messages.append(ChatMessage(number, time, sender, text, left_out))
