@@ -142,7 +142,7 @@ class SourceFile:
         """Open the stored bytes, before decompression."""
         if not self.member:
             return self.source.open()
-        from tunewell.data.sources.archive import open_member  # not needed for other files
+        from tunewell.data.sources.zip_member import open_member  # not needed for other files
 
         return open_member(self.source.open(), self.member)
 
