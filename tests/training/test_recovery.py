@@ -5,7 +5,7 @@ import pytest
 from tunewell.config.rules import Healing
 from tunewell.records.healing import HealingEntry
 from tunewell.training.health import HealthFinding
-from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
+from tunewell.training.recovery import RecoveryHistory, Rewind, ShrinkMicroBatches, Skip, Stop, decide
 
 RULES = Healing()
 
@@ -87,7 +87,7 @@ def test_what_needs_no_answer_gets_none() -> None:
     assert decide([], past, RULES) is None
     assert decide([HealthFinding("throughput-cliff", "note", 3, "")], past, RULES) is None
     assert decide([HealthFinding("overfitting", "warning", 3, "")], past, RULES) is None
-    assert isinstance(decide([HealthFinding("memory-spill", "warning", 3, "")], past, RULES), Split)
+    assert isinstance(decide([HealthFinding("memory-spill", "warning", 3, "")], past, RULES), ShrinkMicroBatches)
     assert isinstance(decide([HealthFinding("zero-grad-no-learning", "fault", 3, "")], past, RULES), Stop)
 
 

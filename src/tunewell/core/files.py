@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import stat
+import tomllib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -149,6 +150,12 @@ def parse_json(data: str | bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
+
+
+def read_table(module: str, name: str) -> dict[str, Any]:
+    """Return a TOML or JSON table that lies beside a module: `read_table(__file__, "names.toml")`."""
+    text = Path(module).with_name(name).read_text(encoding="utf-8")
+    return tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
 
 
 def stable_json(value: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.data.encoding.encoder import Encoder, PlannedDocument
 from tunewell.data.masking import placeholders
-from tunewell.data.masking.masker import Masker, Piece, Plan
+from tunewell.data.masking.masker import Masker, MaskPlan, Piece
 from tunewell.data.masking.placeholders import NO_TRIM
 from tunewell.data.masking.turns import Span, marker_pattern
 from tunewell.data.rows.conversation import Conversation, Message, Rejected, map_leaves
@@ -85,7 +85,7 @@ def _template_markers(
     return [found.span() for found in marker.finditer(text)]
 
 
-def _split_at(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
+def _split_at(text: str, marks: list[Span]) -> tuple[MaskPlan, list[str]]:
     """Split a text at its markers. Other text of the template is encoded like message text."""
     ends = dict(marks)
     edges = sorted({0, len(text), *(edge for mark in marks for edge in mark)})
@@ -97,7 +97,7 @@ def _split_at(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
         else:
             pieces.append(Piece("", slot=len(texts)))
             texts.append(text[start:end])
-    return Plan(pieces, [NO_TRIM] * len(texts), 0, 0), texts
+    return MaskPlan(pieces, [NO_TRIM] * len(texts), 0, 0), texts
 
 
 def _encode(encoder: Encoder, layout: PlannedDocument) -> list[int]:

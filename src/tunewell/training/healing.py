@@ -15,7 +15,7 @@ from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Evaluated, Healed, Note, StepTaken
 from tunewell.training.health import HealthFinding, HealthMonitor, StepMetrics, is_far_above
 from tunewell.training.log_rules import flat_loss
-from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
+from tunewell.training.recovery import RecoveryHistory, Rewind, ShrinkMicroBatches, Skip, Stop, decide
 from tunewell.training.run import Run, past_events, rewind
 from tunewell.training.step import StepRecord
 
@@ -226,7 +226,7 @@ class Healer:
             case Skip(finding, is_quarantining):
                 cause = cause if is_quarantining else Cause(cause.tensor)
                 self._skip(finding, cause, record, is_explained=is_explained and bool(cause.documents))
-            case Split(finding):
+            case ShrinkMicroBatches(finding):
                 half = max(1, run.micro_batch_tokens // 2)
                 words = f"{finding.words}; from now on, {count(half)} tokens are computed at once"
                 self._report(finding, "split", words, micro_batch_tokens=half)

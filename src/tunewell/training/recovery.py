@@ -163,7 +163,7 @@ class Skip:
 
 
 @dataclass(frozen=True)
-class Split:
+class ShrinkMicroBatches:
     """Use smaller micro-batches from now on."""
 
     finding: HealthFinding
@@ -199,7 +199,7 @@ def decide(
     *,
     are_weights_bad: bool = False,
     is_explained: bool = False,
-) -> Skip | Split | Rewind | Stop | None:
+) -> Skip | ShrinkMicroBatches | Rewind | Stop | None:
     """Return the action for the most severe finding, or None. `is_explained`: a few documents are the cause."""
     worst = next((finding for finding in findings if finding.severity != "note"), None)
     if worst is None:
@@ -224,7 +224,7 @@ def decide(
         return _diverged(worst, history, rules)
     if worst.name == "degenerate-answers" and rules.behaviour == "stop":
         return Stop(worst, ANSWER_ADVICE)
-    return Split(worst) if worst.name == "memory-spill" else None
+    return ShrinkMicroBatches(worst) if worst.name == "memory-spill" else None
 
 
 def _diverged(finding: HealthFinding, history: RecoveryHistory, rules: Healing) -> Rewind | Stop:

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from tunewell.config.glossary import entries
 from tunewell.core.units import count, listed, percent
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
-from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
+from tunewell.data.corpus.packing import Mix, PackedSequences, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
 from tunewell.data.rows.column_names import LABELS, first_present, nearest_column
@@ -33,7 +33,7 @@ _NUM_NAMED = 5
 _NUM_COLUMNS = 12
 _NUM_CHARACTERS = 20
 
-WrittenSplit = tuple[Units, Packing, SplitRecord]
+WrittenSplit = tuple[Units, PackedSequences, SplitRecord]
 
 
 def make_manifest(

@@ -23,7 +23,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, sha256_text, write_atomic
 from tunewell.core.text import shorten
 from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
-from tunewell.data.masking.masker import Masker, Plan
+from tunewell.data.masking.masker import Masker, MaskPlan
 from tunewell.data.rows.cleaning import DIGEST_BYTES, Digests, clean, find_possible_secrets, find_secrets
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.rows.formats import Converter
@@ -328,7 +328,7 @@ def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedB
     rendered.notes["tool_calls_not_rendered"] += 1
 
 
-def _lacks_thinking(conversation: Conversation, plan: Plan, texts: list[str]) -> bool:
+def _lacks_thinking(conversation: Conversation, plan: MaskPlan, texts: list[str]) -> bool:
     """Return True if the template leaves out the thinking of a reply. Rows may have the same thinking in two fields."""
     unrendered = {texts[slot] for slot in plan.unrendered_slots}
     contents = {message["content"] for message in conversation.messages}

@@ -34,7 +34,7 @@ from tunewell.data.corpus.assembly import Assembly, Documents, SpaceEstimate
 from tunewell.data.corpus.held_out import write_questions
 from tunewell.data.corpus.packing import (
     Mix,
-    Packing,
+    PackedSequences,
     Units,
     choose_context_length,
     mix_sources,
@@ -80,7 +80,7 @@ def write_split(
     folder: Path,
     *,
     units: Units,
-    packing: Packing,
+    packing: PackedSequences,
     documents: Documents,
     shard_tokens: int,
     progress: ProgressListener = silent,
@@ -130,7 +130,9 @@ def write_split(
     )
 
 
-def _write_index(folder: Path, units: Units, packing: Packing, documents: Documents, supervised: SmallInts) -> None:
+def _write_index(
+    folder: Path, units: Units, packing: PackedSequences, documents: Documents, supervised: SmallInts
+) -> None:
     """Write the source, the row and the position of every unit, and its digests, with which corpora are mixed."""
     sequence, start = np.empty((2, len(units)), dtype=np.int32)
     in_sequence, lengths = np.diff(packing.starts), units.length[packing.order].astype(np.int64)

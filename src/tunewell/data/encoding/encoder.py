@@ -39,7 +39,7 @@ from tunewell.data.encoding.segments import (
     compile_plan,
 )
 from tunewell.data.encoding.text_backends import TextBackends
-from tunewell.data.masking.masker import Plan
+from tunewell.data.masking.masker import MaskPlan
 from tunewell.data.masking.turns import marker_pattern
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.tokenizers.load import LoadedTokenizer
@@ -97,7 +97,7 @@ class EncodedDocuments:
 class PlannedDocument:
     """One document to encode: a plan with its message texts, or plain text."""
 
-    plan: Plan | None
+    plan: MaskPlan | None
     texts: list[str]
 
 

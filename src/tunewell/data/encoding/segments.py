@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tunewell.core.arrays import Bools, Ints
-from tunewell.data.masking.masker import Piece, Plan
+from tunewell.data.masking.masker import MaskPlan, Piece
 from tunewell.data.masking.placeholders import NO_TRIM, Trim
 from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer
 
@@ -190,7 +190,7 @@ class SegmentTable:
 
 
 def compile_plan(
-    plan: Plan, added: Mapping[str, AddedTokenInfo], encode_once: Callable[[TextSegment], list[FixedTokens] | None]
+    plan: MaskPlan, added: Mapping[str, AddedTokenInfo], encode_once: Callable[[TextSegment], list[FixedTokens] | None]
 ) -> EncodingPlan:
     """Split a plan at its markers. `encode_once` returns fixed ids for a segment without message text, or None."""
     items: list[FixedTokens | TextSegment] = []

@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Plan:
+class MaskPlan:
     """The rendering of all conversations of one shape, with the supervised parts."""
 
     pieces: list[Piece]
@@ -77,7 +77,7 @@ class Masker:
         self.frame = probe_reply_frame(template, added)
         self.template = template.with_end(self.frame.added_end) if self.frame.added_end else template
         self._marker = marker_pattern(self.frame.markers)
-        self._plans: dict[Any, Plan | Rejected] = {}
+        self._plans: dict[Any, MaskPlan | Rejected] = {}
 
     @cached_property
     def for_prompts(self) -> "Masker":
@@ -86,13 +86,13 @@ class Masker:
         masker.template, masker._plans = self.template.for_prompts(), {}
         return masker
 
-    def plan(self, conversation: Conversation) -> tuple[Plan, list[str]]:
+    def plan(self, conversation: Conversation) -> tuple[MaskPlan, list[str]]:
         """Return the plan of a conversation and the texts that fill it; raise Rejected if the mask is not certain."""
         try:
             text = self.template.render(conversation.messages, conversation.tools)
         except TemplateFailed as failure:
             raise Rejected("not_a_conversation", f"the template rejects the conversation: {failure}") from failure
-        plans: list[Plan | Rejected] = []
+        plans: list[MaskPlan | Rejected] = []
         for is_whole in (True, False):
             for version, inline_thinking in placeholders.versions(conversation):
                 if is_whole:
@@ -103,13 +103,15 @@ class Masker:
                     only = frozenset[int]().union(*self._select_turns(version))
                     texts = [part for index in sorted(only) for part in placeholders.texts_of(version.messages[index])]
                     plan = self._try_plan(version, inline_thinking, only)
-                if isinstance(plan, Plan) and plan.fill(texts) == text:
+                if isinstance(plan, MaskPlan) and plan.fill(texts) == text:
                     return plan, texts
                 plans.append(plan)
         detail = plans[0].detail if isinstance(plans[0], Rejected) else "the template changes the text of this row"
         raise Rejected("mask_uncertain", detail)
 
-    def _cached_plan(self, key: Any, conversation: Conversation, inline_thinking: frozenset[int]) -> Plan | Rejected:
+    def _cached_plan(
+        self, key: Any, conversation: Conversation, inline_thinking: frozenset[int]
+    ) -> MaskPlan | Rejected:
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_CACHED_PLANS:
@@ -119,7 +121,7 @@ class Masker:
 
     def _try_plan(
         self, conversation: Conversation, inline_thinking: frozenset[int], only: frozenset[int] | None = None
-    ) -> Plan | Rejected:
+    ) -> MaskPlan | Rejected:
         try:
             return self._make_plan(conversation, inline_thinking, only)
         except TemplateFailed as failure:
@@ -129,7 +131,7 @@ class Masker:
 
     def _make_plan(
         self, conversation: Conversation, inline_thinking: frozenset[int], only: frozenset[int] | None
-    ) -> Plan:
+    ) -> MaskPlan:
         if placeholders.contains_placeholder(conversation):
             raise Rejected("mask_uncertain", "the tool data contains the text of a placeholder")
         plain, slots = placeholders.with_placeholders(conversation.messages, PLAIN, only)
@@ -158,7 +160,7 @@ class Masker:
         supervised, num_supervised, num_unrendered = self._supervised_spans(turns)
         pieces = _split_pieces(turns, spans, supervised, self._reply_starts(turns))
         unrendered = sorted(set(range(len(slots))).difference(order))
-        return Plan(pieces, trims, num_supervised, num_unrendered, tuple(unrendered))
+        return MaskPlan(pieces, trims, num_supervised, num_unrendered, tuple(unrendered))
 
     def _reply_starts(self, turns: RenderedTurns) -> set[int]:
         """Return the start of each turn that a prompt can ask for, supervised in this row or not."""

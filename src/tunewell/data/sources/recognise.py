@@ -105,18 +105,18 @@ def _find_encoding(file: SourceFile, found: Recognised, ask: Asker | None) -> No
     encodings = likely_encodings(file)
     if not encodings:
         return
-    names = dict(encodings)
-    is_certain = encodings[0][0] == detect_encoding(file, "auto") == "cp1252"
+    names, likeliest = dict(encodings), encodings[0][0]
+    is_certain = len(encodings) == 1 or likeliest == detect_encoding(file, "auto") == "cp1252"
     answer = None
     if ask is not None and len(encodings) > 1:
-        options = tuple((name, sample) for name, sample in encodings)
-        answer = ask(Question(f"`{file.name}` is not UTF-8. In which line are all letters right?", options))
-    if answer is not None or is_certain or len(encodings) == 1:
-        encoding = answer or ("cp1252" if is_certain else encodings[0][0])
-        found.set("encoding", encoding, f"the file is not UTF-8; read like this, a line is: {names[encoding].strip()}")
+        question = Question(f"`{file.name}` is not UTF-8. In which line are all letters right?", tuple(encodings))
+        answer = ask(question)
+    if answer is not None or is_certain:
+        line = names[answer or likeliest].strip()
+        found.set("encoding", answer or likeliest, f"the file is not UTF-8; read like this, a line is: {line}")
         return
     question = f"which encoding has `{file.name}`? It is not UTF-8; possible: {', '.join(names)}"
-    found.leave_open("encoding", question, likeliest=encodings[0][0], flag=f"--encoding {encodings[0][0]}")
+    found.leave_open("encoding", question, likeliest=likeliest, flag=f"--encoding {likeliest}")
 
 
 def _find_separator(file: SourceFile, found: Recognised, ask: Asker | None) -> None:
@@ -165,7 +165,7 @@ def _first_rows(
                 likeliest=senders[0],
                 flag=_set_flag("assistant", senders[0]),
             )
-        return list(islice(parsed_rows(files, read_options(found, number)), number))
+        return _first_rows(files, found, limit, ask)
 
 
 def _find_columns(rows: list[dict[str, Any]], name: str, found: Recognised, ask: Asker | None) -> None:

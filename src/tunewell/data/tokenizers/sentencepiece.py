@@ -1,6 +1,5 @@
 """Read SentencePiece `.model` files and rebuild them as `tokenizers.Tokenizer` with the same ids."""
 
-import json
 import re
 import struct
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes
 from tunewell.core.protobuf import read_fields
-from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker
+from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker, steps_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _UNIGRAM, _BPE = 1, 2
@@ -138,22 +137,24 @@ def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = 
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     # Markers are searched in the normalised text, so that spaces next to a marker do not change.
-    add_markers(
-        backend,
-        [
-            AddedToken(piece, special=kind != USER_DEFINED or looks_like_marker(piece), normalized=True)
-            for piece, kind in zip(model.pieces, model.types, strict=True)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-        ],
-    )
+    add_markers(backend, marker_tokens(model.pieces, model.types, is_normalized=True))
     return backend
+
+
+def marker_tokens(pieces: Sequence[str], types: Sequence[int], *, is_normalized: bool) -> list[AddedToken]:
+    """Return the pieces that are matched as a whole, before the other text is split."""
+    return [
+        AddedToken(piece, special=kind != USER_DEFINED or looks_like_marker(piece), normalized=is_normalized)
+        for piece, kind in zip(pieces, types, strict=True)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
 
 
 def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
     """Add tokens to a rebuilt tokenizer so that no dummy space is added before them."""
     add_tokens(backend, tokens)
     contents = [token.content for token in backend.get_added_tokens_decoder().values()]
-    steps = _steps(backend)
+    steps = steps_of(backend.normalizer)
     for index, step in enumerate(steps):
         if mark := _dummy_space_mark(step):
             sequence = backend.normalizer
@@ -167,13 +168,7 @@ def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
 
 def is_rebuilt(backend: Tokenizer) -> bool:
     """Return True if a tokenizer was rebuilt by this module, even if it has been saved and loaded since."""
-    return any(_dummy_space_mark(step) for step in _steps(backend))
-
-
-def _steps(backend: Tokenizer) -> list[dict[str, Any]]:
-    if not isinstance(backend.normalizer, normalizers.Sequence):
-        return []
-    return json.loads(backend.normalizer.__getstate__())["normalizers"]
+    return any(_dummy_space_mark(step) for step in steps_of(backend.normalizer))
 
 
 def _dummy_space_mark(step: dict[str, Any]) -> str | None:

@@ -40,7 +40,7 @@ Segments = tuple[str | ContentSlot, ...]
 
 
 @dataclass(frozen=True)
-class Position:
+class TurnPosition:
     """A position in a conversation, with everything that a rule may depend on."""
 
     role: str
@@ -65,7 +65,7 @@ class Condition:
     value: object
     go: str
 
-    def holds(self, position: Position) -> bool:
+    def holds(self, position: TurnPosition) -> bool:
         """Return True if the position has this value."""
         return getattr(position, self.attribute) == self.value
 
@@ -89,7 +89,7 @@ class Layout:
     rules: Mapping[str, Rule]
     """The rule of each role; `end` is the rule of the generation prompt."""
     system_placement: Literal["inline", "moved", "dropped"] = "inline"
-    """Position of the first system message: before the next message (`inline`), inside another message such as the
+    """TurnPosition of the first system message: before the next message (`inline`), inside another message such as the
     last question (`moved`), or left out because the template rejects it (`dropped`)."""
     skips_empty_system: bool = False
     """Whether an empty first system message is ignored."""
@@ -114,13 +114,13 @@ class Layout:
                     texts.append(segment.strip(content if segment.source == "message" else system))
         return "".join(texts)
 
-    def positions(self, messages: Sequence[Message]) -> Iterator[tuple[Position, str]]:
+    def positions(self, messages: Sequence[Message]) -> Iterator[tuple[TurnPosition, str]]:
         """Yield the position and content of each rendered message, then `end` if the next turn is a reply."""
         previous_role, has_system = "", False
         seen: set[str] = set()
 
-        def position(role: str, num_remaining: int) -> Position:
-            return Position(role, previous_role, has_system, "user" in seen, "assistant" in seen, num_remaining)
+        def position(role: str, num_remaining: int) -> TurnPosition:
+            return TurnPosition(role, previous_role, has_system, "user" in seen, "assistant" in seen, num_remaining)
 
         for index, message in enumerate(messages):
             role, content = message["role"], message["content"]
@@ -139,7 +139,7 @@ class Layout:
             yield position("end", 0), ""
 
 
-def follow_rule(rule: Rule, position: Position) -> Segments:
+def follow_rule(rule: Rule, position: TurnPosition) -> Segments:
     """Return the segments that a rule produces at a position."""
     while isinstance(rule, Branch):
         rule = rule.yes if rule.condition.holds(position) else rule.no
@@ -166,7 +166,7 @@ _CONDITIONS = (
 class Observation:
     """The text that a template rendered at one position of a conversation."""
 
-    position: Position
+    position: TurnPosition
     segments: Segments
     conversation: Sequence[Message]
 

@@ -19,8 +19,8 @@ from tunewell.export.ollama.layout import (
     Message,
     NoExactLayout,
     Observation,
-    Position,
     Render,
+    TurnPosition,
     follow_rule,
     learn_rules,
     write_go,
@@ -96,7 +96,7 @@ def derive_go_template(
             f"the date in the text stays at {date or 'the date of the export'}; the model's own template writes "
             "today's date"
         )
-    after_reply = follow_rule(layout.rules["user"], Position("user", "assistant", False, True, True, 1))
+    after_reply = follow_rule(layout.rules["user"], TurnPosition("user", "assistant", False, True, True, 1))
     return GoTemplate(
         text=write_go(layout),
         closing=original.closing or "",

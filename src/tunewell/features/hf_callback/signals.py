@@ -21,7 +21,7 @@ _KEPT_BYTES = 64 * 2**20
 _UNCLIPPED_SHARE = 0.999
 """A gradient norm below this share of the clipping norm was not clipped."""
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
+ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a forward call."""
 
 
@@ -74,7 +74,7 @@ class SignalRecorder:
 
     def begin(self) -> None:
         """Start a new step."""
-        self.batches: list[Batch] = []
+        self.batches: list[ForwardArguments] = []
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor | int] = []
         self._supervised: list[Tensor] = []
@@ -216,7 +216,7 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None
 
 
-def _num_bytes(batch: Batch) -> int:
+def _num_bytes(batch: ForwardArguments) -> int:
     args, kwargs = batch
     return sum(part.nbytes for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
 
@@ -251,7 +251,7 @@ class Fault:
 
 
 def locate_fault(
-    model: nn.Module, batches: Sequence[Batch], *, bad_gradients: Sequence[str], is_loss_bad: bool
+    model: nn.Module, batches: Sequence[ForwardArguments], *, bad_gradients: Sequence[str], is_loss_bad: bool
 ) -> Fault:
     """Return the first tensor of a step that is NaN or infinite. All ranks must call this and get the same result.
 
@@ -266,7 +266,9 @@ def locate_fault(
     return next((each for each in all_found if each.place), found)
 
 
-def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *, is_loss_bad: bool) -> Fault:
+def _find_here(
+    model: nn.Module, batches: Sequence[ForwardArguments], bad: Sequence[str], *, is_loss_bad: bool
+) -> Fault:
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if not is_finite(_plain(weight)):
             return Fault(f"weight `{name}`")
@@ -292,7 +294,7 @@ def _is_sharded(model: nn.Module) -> bool:
     return is_wrapped or any(hasattr(p, "to_local") or hasattr(p, "ds_id") for p in model.parameters())
 
 
-def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
+def _in_forward(model: nn.Module, batches: Sequence[ForwardArguments]) -> str | None:
     """Return the first module, innermost first, with a NaN or infinite output."""
     found: list[str] = []
     with checked_outputs(model, found), torch.no_grad():
@@ -303,7 +305,7 @@ def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
     return None
 
 
-def _in_backward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
+def _in_backward(model: nn.Module, batches: Sequence[ForwardArguments]) -> str | None:
     """Return the last parameter with a NaN or infinite gradient, which the backward pass reaches first."""
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for args, kwargs in batches:
