@@ -98,7 +98,7 @@ def measure_threads(
     if len(counts) == 1:
         is_limited = candidates is None and usable_cores() > counts[0]
         because = f"`OMP_NUM_THREADS` is {counts[0]}" if is_limited else f"{count(counts[0], 'core')} available"
-        return Chosen[int](value=counts[0], because=because)
+        return Chosen(counts[0], because=because)
     with torch_threads(torch.get_num_threads()):
         return fastest(_rates(_products(shapes), counts, seconds))
 
@@ -181,4 +181,4 @@ def fastest(rates: dict[int, float]) -> Chosen[int]:
     because = f"{count(chosen, 'thread')} gave {rates[chosen] / 1e9:,.3g} GFLOP/s, {', '.join(others)}"
     if rates[chosen] < best:
         because += "; the fewest within 5% of the fastest"
-    return Chosen[int](value=chosen, because=because)
+    return Chosen(chosen, because=because)

@@ -119,7 +119,7 @@ class Planner:
             if smaller is not None:
                 outlook, tokens = smaller, smaller.work.micro_tokens
                 because = f"the largest that fits in {size_bytes(self.device.free_bytes or 0)}"
-                plan = plan.model_copy(update={"micro_batch_tokens": Chosen[int](value=tokens, because=because)})
+                plan = plan.model_copy(update={"micro_batch_tokens": Chosen(tokens, because=because)})
         return plan.model_copy(update={"prediction": outlook.prediction}), order, outlook
 
     @property

@@ -113,7 +113,7 @@ def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: M
         _manifest(lengths, len(held_out), shape, rows.supervised_share),
         device,
         shape.num_weights,
-        threads=Chosen[int](value=machine.cores, because="the cores of this machine"),
+        threads=Chosen(machine.cores, because="the cores of this machine"),
     )
     batch = choose_batch(inputs)
     order = DataOrder(lengths, 0, "", batch_tokens=batch.tokens.value, batch_documents=batch.documents.value)

@@ -97,9 +97,9 @@ class PlanResult:
             "micro_batches": [{"tokens": tokens, "tokens_per_second": rate} for tokens, rate in self.sizes],
             "cost": self.cost,
             "device": self.device.label,
-            "plan": {
-                name: value.model_dump() for name, value in self.plan if isinstance(value, Chosen | QuantizedBase)
-            },
+            "plan": self.plan.model_dump(
+                include={name for name, value in self.plan if isinstance(value, Chosen | QuantizedBase)}
+            ),
             "ladder": [rung.as_json() for rung in self.ladder],
             "fits_on": self.fitting_cards,
             "cards": [

@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, make_private, require_output_path, stable_json, write_atomic, write_synced
 from tunewell.core.redact import redact
@@ -214,27 +212,27 @@ class Outcome(Record):
     """The step with the best held-out loss."""
     seconds: float
     """Duration since the last start or resume."""
-    stages: dict[str, float] = Field(default_factory=dict)
+    stages: dict[str, float] = {}
     """Seconds since the last start: prepare, plan, load, check, train (steps), look (evaluations), save, ..."""
     tokens: int
     """Tokens trained on, including those before a resume."""
     supervised_tokens: int = 0
     signal: str | None = None
-    artefacts: dict[str, str] = Field(default_factory=dict)
+    artefacts: dict[str, str] = {}
     """Written files, relative to the run folder."""
-    allowed_changes: list[str] = Field(default_factory=list)
+    allowed_changes: list[str] = []
     """Changes since the checkpoint that `--allow-change` allowed."""
-    healing: list[str] = Field(default_factory=list)
+    healing: list[str] = []
     """Problems, remedies and their cost, one line each; `healing.jsonl` has the numbers."""
-    advice: list[str] = Field(default_factory=list)
+    advice: list[str] = []
     """Changes to the config that are recommended for the next run."""
     predicted: Prediction | None = None
     """What the plan predicted."""
     measured: Measurement | None = None
     """What the process needed since its last start: peak memory and seconds by phase, the verdict included."""
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = []
     """Warnings, such as checkpoints that could not be saved or damage that was ignored."""
-    plugins: list[str] = Field(default_factory=list[str])
+    plugins: list[str] = []
     """Extensions of other packages that the run used, with package and version; left out if there are none."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunewell.core.progress import silent
-from tunewell.records.plan import Plan
+from tunewell.records.plan import Chosen, Plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import train
 from tunewell.training.events import Event, Healed, Listener, StepTaken
@@ -58,8 +58,7 @@ def keep_nothing(run: Run) -> None:
 
 def with_values(plan: Plan, because: str, values: Mapping[str, Any]) -> Plan:
     """Return the plan with other values, by name."""
-    chosen = {name: {"value": value, "because": because} for name, value in values.items()}
-    return plan.model_copy(update={name: getattr(plan, name).model_copy(update=own) for name, own in chosen.items()})
+    return plan.model_copy(update={name: Chosen(value, because=because) for name, value in values.items()})
 
 
 def take_trial_steps(
