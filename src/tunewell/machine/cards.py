@@ -8,9 +8,7 @@ from functools import lru_cache
 from importlib.resources import files
 
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.machine.facts import DeviceFacts
-
-_AMPERE = (8, 0)
+from tunewell.machine.facts import DeviceFacts, gpu_facts
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,8 @@ class Card:
 
     def facts(self) -> DeviceFacts:
         """Return the facts of an idle card."""
-        is_new = self.capability >= _AMPERE
         size = self.memory_bytes
-        return DeviceFacts("cuda", "cuda:0", self.label, size, size, has_bf16=is_new, has_flash=is_new, is_here=False)
+        return gpu_facts("cuda:0", self.label, size, size, capability=self.capability, is_here=False)
 
 
 @lru_cache

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunewell.machine.cards import match_card, parse_capability
-from tunewell.machine.facts import DeviceFacts
+from tunewell.machine.facts import DeviceFacts, gpu_facts
 from tunewell.machine.system import System
 
 _QUERY = "index,name,memory.total,memory.free,compute_cap,driver_version,utilization.gpu"
 _SECONDS = 10.0
 """Without persistence mode, the driver is loaded first: 5 s were seen on machines with eight GPUs."""
-_AMPERE = (8, 0)
 
 SmiState = Literal["ok", "missing", "hangs", "fails", "unreadable", "not asked"]
 """How nvidia-smi answered."""
@@ -35,11 +34,8 @@ class Gpu:
 
     def facts(self) -> DeviceFacts:
         """Return the facts as torch would report them."""
-        is_new = (self.capability or (0, 0)) >= _AMPERE
-        name = f"cuda:{self.index}"
-        return DeviceFacts(
-            "cuda", name, self.name, self.memory_bytes, self.free_bytes, has_bf16=is_new, has_flash=is_new
-        )
+        capability = self.capability or (0, 0)
+        return gpu_facts(f"cuda:{self.index}", self.name, self.memory_bytes, self.free_bytes, capability=capability)
 
 
 @dataclass(frozen=True)
