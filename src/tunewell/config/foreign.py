@@ -2,7 +2,7 @@
 
 The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
 only if a config has a key that tunewell does not know, or a training method of another tool. `foreign.json` has a row
-for each name:
+for each name, or for several with a space between them:
 
 same         values without effect here; `null` always is one
 unset_beside a name beside which `false` is a default, as in a dump of all settings
@@ -94,8 +94,7 @@ def _translate_row(name: str, given: Mapping[str, Any], result: Translation, unc
 
 def _translate_method(name: str, given: Any, result: Translation) -> bool:
     """Translate a method of another tool: `qlora` is LoRA on a base model in 4 bits. Return False if it is unknown."""
-    raw = json.loads(Path(__file__).with_name("method_names.json").read_text(encoding="utf-8"))
-    own = raw["names"].get(re.sub(r"[\s_-]", "", str(given).lower()), {})
+    own = methods().get(re.sub(r"[\s_-]", "", str(given).lower()), {})
     if isinstance(own, str):
         result.refuse(name, own)
     else:
@@ -109,7 +108,21 @@ def _translate_method(name: str, given: Any, result: Translation) -> bool:
 @cache
 def table() -> dict[str, dict[str, Any]]:
     """Return the names of `foreign.json`."""
-    return json.loads((Path(__file__).parent / "foreign.json").read_text(encoding="utf-8"))
+    return _by_name(_read("foreign.json"))
+
+
+@cache
+def methods() -> dict[str, Any]:
+    """Return the methods of `method_names.json`: their settings, or the reason why there are none."""
+    return _by_name(_read("method_names.json")["names"])
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def _by_name(rows: dict[str, Any]) -> dict[str, Any]:
+    return {name: row for names, row in rows.items() for name in names.split()}
 
 
 def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:
