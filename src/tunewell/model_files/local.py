@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tunewell.core.files import parse_json, read_bytes, read_text
-from tunewell.model_files.checks import folder_damage, hub_cache, weight_problem
+from tunewell.model_files.checks import folder_damage, hub_cache, newest_snapshot, weight_problem
 from tunewell.model_files.files import WEIGHT_SUFFIXES
 from tunewell.model_files.ollama import PREFIX as OLLAMA
 from tunewell.model_files.ollama import list_ollama
@@ -65,8 +65,7 @@ def _in_packages() -> Iterator[LocalModel]:
 def _in_hub_cache() -> Iterator[LocalModel]:
     for folder in sorted(hub_cache().glob("models--*")):
         name = folder.name.removeprefix("models--").replace("--", "/")
-        snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
-        newest = max(snapshots, key=lambda path: path.stat().st_mtime, default=folder)
+        newest = newest_snapshot(folder) or folder
         if (newest / "config.json").is_file():
             yield from _folder(newest, name, "hub cache")
         else:  # a repository of GGUF files
