@@ -40,27 +40,7 @@ class Card:
 def known_cards() -> dict[str, Card]:
     """Return the cards by name."""
     raw = json.loads(files("tunewell.machine").joinpath("cards.json").read_text(encoding="utf-8"))
-    cards = [
-        Card(
-            name=entry["name"],
-            label=f"NVIDIA {entry['label']}",
-            memory_bytes=entry["memory_mib"] << 20,
-            bytes_per_second=entry["bandwidth_gb_s"] * 1e9,
-            bf16=None if entry["bf16"] is None else entry["bf16"] * 1e12,
-            fp16=entry["fp16"] * 1e12,
-            fp32=entry["fp32"] * 1e12,
-            capability=parse_capability(entry["capability"]),
-            source=entry["source"],
-        )
-        for entry in raw["cards"]
-    ]
-    return {card.name: card for card in cards}
-
-
-def parse_capability(text: str) -> tuple[int, int]:
-    """Return the compute capability `8.6` as (8, 6)."""
-    major, _, minor = text.partition(".")
-    return int(major), int(minor or 0)
+    return {entry["name"]: Card(**entry | {"capability": tuple(entry["capability"])}) for entry in raw["cards"]}
 
 
 def find_card(name: str, *, where: str = "--gpu") -> Card:

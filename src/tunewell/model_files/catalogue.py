@@ -3,6 +3,7 @@
 import difflib
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -20,7 +21,7 @@ class CatalogueModel:
     license: str
     kind: str
     good_for: str
-    languages: tuple[str, ...]
+    languages: Sequence[str]
     num_languages: int
     context: int
     config: dict[str, Any]
@@ -48,12 +49,7 @@ def catalogue() -> tuple[CatalogueModel, ...]:
     """Return the models in the order in which they are recommended."""
     text = files("tunewell.core").joinpath("catalogue.toml").read_text(encoding="utf-8")
     return tuple(
-        CatalogueModel(
-            **{key: value for key, value in entry.items() if key not in ("languages", "gated")},
-            languages=tuple(entry["languages"]),
-            is_gated=entry.get("gated", False),
-        )
-        for entry in tomllib.loads(text)["model"]
+        CatalogueModel(**entry | {"languages": entry["languages"].split()}) for entry in tomllib.loads(text)["model"]
     )
 
 

@@ -85,7 +85,7 @@ class ModelNeeds:
             "license": entry.license if entry else None,
             "gated": entry.is_gated if entry else None,
             "kind": entry.kind if entry else None,
-            "languages": list(entry.languages) if entry else None,
+            "languages": entry.languages if entry else None,
             "num_languages": entry.num_languages if entry else None,
             "context": entry.context if entry else None,
             "good_for": entry.good_for if entry else None,
