@@ -13,7 +13,6 @@ from tunewell.config.schema import Config
 from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
-from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.held_out import num_auto
 from tunewell.data.row_statistics import LANGUAGES, RowStatistics
 from tunewell.machine.machine import Machine
@@ -22,8 +21,8 @@ from tunewell.model_files.shape import ModelShape
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.fit import smaller_micro_batch
 from tunewell.planning.forecast import Outlook, predict
-from tunewell.planning.plan import choose_batch, plan_training, starting_point
-from tunewell.planning.workload import make_workload
+from tunewell.planning.plan import plan_documents, starting_point
+from tunewell.planning.workload import Workload, sampled_steps
 from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TokenizerRecord
 from tunewell.records.plan import Chosen
 from tunewell.records.prediction import MemoryPrediction
@@ -115,18 +114,17 @@ def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: M
         shape.num_weights,
         threads=Chosen(machine.cores, because="the cores of this machine"),
     )
-    batch = choose_batch(inputs)
-    order = DataOrder(lengths, 0, "", batch_tokens=batch.tokens.value, batch_documents=batch.documents.value)
-    num_steps = order.num_steps(config.train.epochs)
-    plan = plan_training(inputs, batch=batch, num_steps=num_steps, epochs=config.train.epochs)
-    work = make_workload(
-        plan,
-        config,
+    plan, order = plan_documents(inputs, lengths)
+    work = Workload(
         shape=shape,
+        config=config,
+        plan=plan,
         device=device,
-        order=order,
+        lengths=lengths,
+        step_lengths=sampled_steps(order),
         supervised_share=rows.supervised_share,
         held_out_lengths=held_out,
+        micro_tokens=plan.micro_batch_tokens.value,
     )
     forecast = partial(predict, flops=machine.flops)
     outlook = forecast(work)

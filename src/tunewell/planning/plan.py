@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.load import LoadedConfig
+from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.plugins import used_plugins
 from tunewell.core.units import count
@@ -77,15 +78,20 @@ def plan_run(
         threads = measure_threads([(512, width, width), (512, width, 3 * width), (512, 3 * width, width)])
     launched, saved = launcher_precision(), facts.quantization
     inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads, launched, saved)
-    batch = choose_batch(inputs)
+    return plan_documents(inputs, corpus.index["length"].astype("int64"), order=order)
+
+
+def plan_documents(inputs: PlanInputs, lengths: Ints, *, order: DataOrder | None = None) -> tuple[Plan, DataOrder]:
+    """Plan a run on documents of these lengths, and their order."""
+    train, batch = inputs.config.train, choose_batch(inputs)
     order = order or DataOrder(
-        lengths=corpus.index["length"].astype("int64"),
-        seed=config.seed,
-        corpus_sha256=corpus.manifest.corpus_sha256,
+        lengths,
+        inputs.config.seed,
+        inputs.manifest.corpus_sha256,
         batch_tokens=batch.tokens.value,
         batch_documents=batch.documents.value,
     )
-    num_steps = config.train.max_steps or order.num_steps(config.train.epochs)
+    num_steps = train.max_steps or order.num_steps(train.epochs)
     epochs = round(order.epochs_after(num_steps), 4)
     return plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs), order
 

@@ -14,6 +14,15 @@ from tunewell.records.prediction import Prediction
 EXIT_DOES_NOT_FIT = 2
 
 
+def first_fitting(ladder: Sequence[Rung]) -> Rung | None:
+    """Return the mildest change with which a run fits, or None."""
+    return next((rung for rung in ladder if rung.fits), None)
+
+
+def _cost(price: float | None, prediction: Prediction | None) -> float | None:
+    return price * prediction.seconds.expected / 3600 if price is not None and prediction else None
+
+
 @dataclass(frozen=True)
 class CardRow:
     """The same run on another card."""
@@ -36,13 +45,11 @@ class CardRow:
     @property
     def chosen(self) -> Rung | None:
         """The mildest change with which the run fits."""
-        return next((rung for rung in self.ladder if rung.fits), None)
+        return first_fitting(self.ladder)
 
     @property
     def cost(self) -> float | None:
-        if self.price is None or self.prediction is None:
-            return None
-        return self.price * self.prediction.seconds.expected / 3600
+        return _cost(self.price, self.prediction)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class PlanResult:
     @property
     def chosen(self) -> Rung | None:
         """The mildest change with which the run fits."""
-        return next((rung for rung in self.ladder if rung.fits), None)
+        return first_fitting(self.ladder)
 
     @property
     def exit_code(self) -> int:
@@ -85,7 +92,7 @@ class PlanResult:
 
     @property
     def cost(self) -> float | None:
-        return None if self.price is None else self.price * self.prediction.seconds.expected / 3600
+        return _cost(self.price, self.prediction)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `plan --json` prints."""
