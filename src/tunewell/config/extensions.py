@@ -5,10 +5,8 @@ implementation, write its file (see `docs/extending.md`) and add one line here. 
 names does not import torch.
 """
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tunewell.config.prices import (
@@ -24,6 +22,7 @@ from tunewell.config.prices import (
     weights_of_layers,
 )
 from tunewell.core.features import extension_entries
+from tunewell.core.files import read_data
 from tunewell.core.registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -159,10 +158,9 @@ class FormatEntry(Entry):
     """A regular expression that matches in the first 64 KiB of a file of this format."""
 
 
-_FORMATS = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
 FORMATS: Registry[FormatEntry] = Registry(
     "row format",
-    [FormatEntry(name, **entry) for name, entry in _FORMATS.items()],
+    [FormatEntry(name, **entry) for name, entry in read_data(__file__, "formats.toml").items()],
     group="formats",
     entry_type=FormatEntry,
 )

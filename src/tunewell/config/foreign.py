@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from tunewell.config.extensions import OPTIMIZERS
+from tunewell.core.files import read_data
 
 _GALORE_ARGUMENTS = {"rank": "galore_rank", "update_proj_gap": "galore_every", "scale": "galore_scale"}
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size")
@@ -108,17 +108,13 @@ def _translate_method(name: str, given: Any, result: Translation) -> bool:
 @cache
 def table() -> dict[str, dict[str, Any]]:
     """Return the names of `foreign.json`."""
-    return _by_name(_read("foreign.json"))
+    return _by_name(read_data(__file__, "foreign.json"))
 
 
 @cache
 def methods() -> dict[str, Any]:
     """Return the methods of `method_names.json`: their settings, or the reason why there are none."""
-    return _by_name(_read("method_names.json")["names"])
-
-
-def _read(name: str) -> dict[str, Any]:
-    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return _by_name(read_data(__file__, "method_names.json")["names"])
 
 
 def _by_name(rows: dict[str, Any]) -> dict[str, Any]:

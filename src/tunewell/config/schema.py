@@ -30,42 +30,14 @@ from tunewell.config.fields import (
     Text,
 )
 from tunewell.config.rules import Checkpoints, Evaluate, Export, Healing, PlanRules, Storage, VerdictRules
+from tunewell.core.files import read_data
 
 LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
 
-_OTHER_NAMES = {
-    "packing.context_length": "max_length max_seq_length sequence_len cutoff_len",
-    "train.learning_rate": "lr learning_rate",
-    "train.weight_decay": "weight_decay",
-    "train.max_grad_norm": "max_grad_norm",
-    "train.max_steps": "max_steps",
-    "train.adam_beta1": "adam_beta1",
-    "train.adam_beta2": "adam_beta2",
-    "train.adam_epsilon": "adam_epsilon",
-    "train.epochs": "epochs num_train_epochs num_epochs",
-    "method.rank": "r rank lora_r lora_rank",
-    "method.alpha": "alpha lora_alpha",
-    "data.held_out": "val_set_size val_size",
-    "model": "base_model model_name_or_path model_name",
-    "method.dropout": "lora_dropout",
-    "method.targets": "target_modules lora_target_modules",
-    "method.rslora": "use_rslora",
-    "method.adapter": "lora_model_dir adapter_name_or_path",
-    "train.schedule": "lr_scheduler_type lr_scheduler",
-    "train.warmup": "warmup_ratio warmup_steps",
-    "train.recompute": "gradient_checkpointing",
-    "template.name": "chat_template",
-    "evaluate.every_steps": "eval_steps",
-    "evaluate.patience": "early_stopping_patience",
-    "checkpoints.every_steps": "save_steps",
-    "checkpoints.keep": "save_total_limit",
-    "run": "output_dir",
-    "track": "report_to",
-}
 OPEN = "?"
 """The value of a key that `init` could not decide. Such a config cannot be trained with."""
-ALIASES = {alias: key for key, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
+ALIASES = {alias: key for key, aliases in read_data(__file__, "aliases.toml").items() for alias in aliases.split()}
 """Names of these keys in other tools, accepted at the top level of the file and in the section of the key."""
 
 

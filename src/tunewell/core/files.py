@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import stat
+import tomllib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -118,6 +119,12 @@ def read_text(path: Path, *, encoding: str = "utf-8", errors: str = "strict") ->
     """Return the text of a regular file."""
     with open_file(path, "r", encoding=encoding, errors=errors) as file:
         return file.read()
+
+
+def read_data(module: str, name: str) -> Any:
+    """Return the content of a TOML or JSON file of this package. It lies beside the `module`, a `__file__`."""
+    text = Path(module).with_name(name).read_text(encoding="utf-8")
+    return tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
 
 
 def sha256_file(path: Path) -> str:

@@ -1,13 +1,12 @@
 """GPU cards that a machine may not have: memory, bandwidth and rates, from the data file `cards.json`."""
 
 import difflib
-import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 
 from tunewell.core.errors import UserError, did_you_mean
+from tunewell.core.files import read_data
 from tunewell.machine.facts import DeviceFacts, gpu_facts
 
 
@@ -39,8 +38,8 @@ class Card:
 @lru_cache
 def known_cards() -> dict[str, Card]:
     """Return the cards by name."""
-    raw = json.loads(files("tunewell.machine").joinpath("cards.json").read_text(encoding="utf-8"))
-    return {entry["name"]: Card(**entry | {"capability": tuple(entry["capability"])}) for entry in raw["cards"]}
+    entries = read_data(__file__, "cards.json")["cards"]
+    return {entry["name"]: Card(**entry | {"capability": tuple(entry["capability"])}) for entry in entries}
 
 
 def find_card(name: str, *, where: str = "--gpu") -> Card:

@@ -1,11 +1,9 @@
 """Make a run fit: choose a micro-batch that fits, and list what else would, from the mildest change on (the ladder)."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.resources import files
 from itertools import product
 from operator import attrgetter, le
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 from tunewell.config.edit import as_scalar
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_data
 from tunewell.core.units import count, size_bytes
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
@@ -51,7 +50,7 @@ class Change:
     """Attributes of the `Workload`, and the values with which the change is possible."""
 
 
-_RAW = json.loads(files("tunewell.planning").joinpath("changes.json").read_text(encoding="utf-8"))
+_RAW = read_data(__file__, "changes.json")
 _LEVERS = [[Change(**own) for own in lever] for lever in _RAW["levers"]]
 _SMALLER, _SUPPORTED = Change(**_RAW["smaller"]), Change(**_RAW["supported"])
 
