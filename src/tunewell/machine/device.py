@@ -35,7 +35,10 @@ def probe_device(name: str) -> DeviceFacts:
         )
     if name == "cpu":
         return cpu_facts()
-    return _mps_facts() if name == "mps" else _cuda_facts(name)
+    if name == "mps":
+        total = torch.mps.recommended_max_memory()
+        return apple_facts(total, max(0, total - torch.mps.driver_allocated_memory()))
+    return _cuda_facts(name)
 
 
 def _available_devices() -> list[str]:
@@ -50,11 +53,6 @@ def _cuda_facts(name: str) -> DeviceFacts:
     found = gpu_facts(name, label, total, free, capability=capability)
     # torch also reports ROCm as CUDA, but its capability numbers differ and the varlen kernel is untested there.
     return replace(found, has_flash=found.has_flash and torch.version.hip is None)
-
-
-def _mps_facts() -> DeviceFacts:
-    total = torch.mps.recommended_max_memory()
-    return apple_facts(total, max(0, total - torch.mps.driver_allocated_memory()))
 
 
 # Measure which number of CPU threads is fastest; on a busy machine, more threads can be slower.

@@ -91,8 +91,7 @@ def _with_size(model: ModelState, *, is_fast: bool = False) -> ModelState:
         return model
     path = Path(model.path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    config: Any = _json(path / "config.json") if path.is_dir() else None
-    kind: Any = cast(dict[str, Any], config).get("model_type") if isinstance(config, dict) else None
+    kind = read_json_object(path / "config.json").get("model_type")
     return replace(model, num_parameters=sum(map(_num_elements, files)) or None, model_type=kind)
 
 
@@ -105,11 +104,13 @@ def _num_elements(path: Path) -> int:
         return 0
 
 
-def _json(path: Path) -> Any:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if the file is missing or damaged."""
     try:
-        return parse_json(read_bytes(path))
+        value: object = parse_json(read_bytes(path))
     except (OSError, ValueError):
-        return None
+        return {}
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def folder_damage(folder: Path, *, is_fast: bool = False) -> Iterator[tuple[str, str]]:

@@ -30,6 +30,8 @@ from tunewell.records.prediction import MemoryPrediction
 _PATIENCE_SECONDS = (1800.0, 4 * 3600.0)
 """The recommended model trains in half an hour, because a first run shows mistakes in the rows, which the next run
 corrects. With more than 1,800 rows, the limit is one second per row, at most four hours."""
+_IN_JSON = ("license", "kind", "languages", "num_languages", "context", "good_for")
+"""Fields of a model of the catalogue."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class ModelNeeds:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object in `models --json`."""
-        prediction, entry = self.outlook.prediction if self.outlook else None, self.model
+        prediction = self.outlook.prediction if self.outlook else None
         return {
             "name": self.name,
             "parameters": self.num_parameters,
@@ -81,13 +83,8 @@ class ModelNeeds:
             "seconds": prediction.seconds.model_dump(include={"low", "expected", "high"}) if prediction else None,
             "download_bytes": self.download_bytes,
             "on_disk": self.where or None,
-            "license": entry.license if entry else None,
-            "gated": entry.is_gated if entry else None,
-            "kind": entry.kind if entry else None,
-            "languages": entry.languages if entry else None,
-            "num_languages": entry.num_languages if entry else None,
-            "context": entry.context if entry else None,
-            "good_for": entry.good_for if entry else None,
+            "gated": self.model.is_gated if self.model else None,
+            **{name: getattr(self.model, name, None) for name in _IN_JSON},
         }
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.units import count, percent
-from tunewell.records.base import FileRecord, Record
+from tunewell.records.base import FileRecord, Record, require_known_version
 
 FORMAT = "tunewell-corpus"
 FORMAT_VERSION = 1
@@ -329,10 +329,8 @@ def read_manifest(folder: Path) -> Manifest:
         raw = parse_json(read_text(path))
         record = cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
         is_ours = record.get("format") == FORMAT
-        if is_ours and record.get("format_version", 0) > FORMAT_VERSION:
-            what = f"`{folder}` was created by a newer version of tunewell"
-            raise UserError(what, fix="pip install --upgrade tunewell")
         if is_ours:
+            require_known_version(record, Manifest, str(folder))
             _check_hash(record)
             return Manifest.model_validate(record)
     except (ValueError, TypeError) as error:

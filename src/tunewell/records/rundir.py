@@ -87,7 +87,9 @@ class RunDir:
             make_private(path)
             lock = FolderLock.take(path / LOCK, doing=f"training in `{path}`")
             try:
-                _remove_leftovers(path)
+                for entry in path.iterdir():  # what a killed process left
+                    if _LEFTOVER.fullmatch(entry.name) and entry.is_file():
+                        entry.unlink(missing_ok=True)
                 _check_writable(path)
             except OSError:
                 lock.release()
@@ -158,13 +160,6 @@ def _require_empty(path: Path, known: frozenset[str]) -> None:
         if has_run
         else "choose another folder with `--out` (the folder contains no run that `--resume` could continue)",
     )
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Delete what a killed process left. The caller holds the lock, so no other process writes here."""
-    for entry in path.iterdir():
-        if _LEFTOVER.fullmatch(entry.name) and entry.is_file():
-            entry.unlink(missing_ok=True)
 
 
 def _check_writable(path: Path) -> None:
