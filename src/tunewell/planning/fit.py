@@ -20,7 +20,7 @@ from tunewell.data.corpus.reader import Corpus
 from tunewell.machine.cards import Card, known_cards
 from tunewell.machine.facts import DeviceFacts
 from tunewell.model_files.shape import ModelShape
-from tunewell.planning.forecast import Measured, Outlook, predict, workload_of
+from tunewell.planning.forecast import MeasuredRun, Outlook, predict, workload_of
 from tunewell.planning.plan import ThreadMeasurement, plan_run
 from tunewell.planning.workload import Workload
 from tunewell.records.plan import Chosen, Plan
@@ -98,7 +98,7 @@ class Planner:
     shape: ModelShape
     measure_threads: ThreadMeasurement
     free_disk: int | None = None
-    measured: Measured | None = None
+    measured: MeasuredRun | None = None
     micro_batch: Chosen[int] | None = None
     """The measured micro-batch size; None if sizes were not compared."""
     sizes: tuple[tuple[int, float], ...] = ()

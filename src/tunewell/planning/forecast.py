@@ -25,7 +25,7 @@ _MARGIN = 0.02
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """What real steps in a child process held and took."""
 
     peak_bytes: int
@@ -85,7 +85,7 @@ def _everyday_tokens(corpus: Corpus) -> int:
 
 
 def predict(
-    work: Workload, *, measured: Measured | None = None, free_disk: int | None = None, flops: float | None = None
+    work: Workload, *, measured: MeasuredRun | None = None, free_disk: int | None = None, flops: float | None = None
 ) -> Outlook:
     """Predict the run. With `measured`, computed memory and time are corrected by what real steps needed.
 
@@ -129,7 +129,7 @@ def predict(
     return Outlook(prediction, work, memory, speed)
 
 
-def _corrected(work: Workload, measured: Measured, memory: Memory, *, is_compiled: bool) -> tuple[int, int]:
+def _corrected(work: Workload, measured: MeasuredRun, memory: Memory, *, is_compiled: bool) -> tuple[int, int]:
     """Return peak and needed bytes: those of the real steps, and the computed difference to the whole run."""
     is_like_run = work.largest_micro_batch <= measured.micro_tokens <= work.micro_tokens
     if measured.is_compiled == is_compiled and is_like_run:

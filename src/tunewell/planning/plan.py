@@ -49,7 +49,7 @@ _WHY_FULL_RATE = ", about a tenth of LoRA's, because it changes every weight"
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepSize:
     """The size of an optimizer step, as a limit on tokens or on documents; the other limit is None."""
 
     tokens: Chosen[int | None]
@@ -102,7 +102,7 @@ def launcher_precision() -> str | None:
     return None if launched == "no" else launched
 
 
-def choose_batch(inputs: PlanInputs) -> Batch:
+def choose_batch(inputs: PlanInputs) -> StepSize:
     """Choose the size of an optimizer step; raise UserError if two settings contradict each other."""
     train, longest, epoch_tokens = inputs.config.train, inputs.manifest.lengths.max, inputs.split.tokens
     if train.batch_documents is not None:
@@ -113,14 +113,14 @@ def choose_batch(inputs: PlanInputs) -> Batch:
                 fix="remove one of them",
             )
         by_documents = Chosen(None, because="`train.batch_documents` is set instead")
-        return Batch(by_documents, inputs.choice("train.batch_documents"))
+        return StepSize(by_documents, inputs.choice("train.batch_documents"))
     unlimited = Chosen(None, because="`train.batch_tokens` sets the size of a step")
     if train.batch_tokens == "auto":
-        return Batch(_automatic_batch(epoch_tokens, longest), unlimited)
+        return StepSize(_automatic_batch(epoch_tokens, longest), unlimited)
     because = inputs.why("train.batch_tokens")
     if longest > train.batch_tokens:
         because += f"; a longer document (up to {count(longest)} tokens) is one step"
-    return Batch(Chosen(train.batch_tokens, because=because), unlimited)
+    return StepSize(Chosen(train.batch_tokens, because=because), unlimited)
 
 
 def _automatic_batch(epoch_tokens: int, longest: int) -> Chosen[int | None]:
@@ -139,7 +139,7 @@ def _automatic_batch(epoch_tokens: int, longest: int) -> Chosen[int | None]:
     return Chosen(value, because=because)
 
 
-def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: float) -> Plan:
+def plan_training(inputs: PlanInputs, *, batch: StepSize, num_steps: int, epochs: float) -> Plan:
     """Return the plan; raise UserError if a setting cannot work on this device or with these documents."""
     config = inputs.config
     if config.model is None:
@@ -202,7 +202,7 @@ def choose_learning_rate(inputs: PlanInputs) -> Chosen[float]:
     return Chosen(default, because=because)
 
 
-def _num_steps(inputs: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:
+def _num_steps(inputs: PlanInputs, batch: StepSize, num_steps: int) -> Chosen[int]:
     train = inputs.config.train
     if train.max_steps is not None:
         instead = "; `train.epochs` is ignored" if inputs.is_set("train.epochs") else ""
@@ -230,7 +230,7 @@ def _warmup_steps(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
     return Chosen(steps, because=f"{warmup * 100:g}% of {count(num_steps, 'step')}, {because}")
 
 
-def _micro_batch(inputs: PlanInputs, batch: Batch) -> Chosen[int]:
+def _micro_batch(inputs: PlanInputs, batch: StepSize) -> Chosen[int]:
     setting, longest = inputs.config.train.micro_batch_tokens, inputs.manifest.lengths.max
     if setting != "auto":
         because = inputs.why("train.micro_batch_tokens")
