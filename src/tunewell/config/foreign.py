@@ -31,18 +31,24 @@ _NO_EQUIVALENT = "tunewell has no such setting; leave it out"
 _NUM_NAMED = 8
 
 
+Setting = tuple[str, Any, tuple[str, ...]]
+"""A key of tunewell, its value, and the foreign names that it comes from."""
+Note = tuple[str, dict[str, Any]]
+"""A text, and the settings for which it is true. `{}` in the text stands for those in force."""
+
+
 @dataclass
 class Translation:
     """The result of `translate`."""
 
-    settings: list[tuple[str, Any, tuple[str, ...]]] = field(default_factory=list[tuple[str, Any, tuple[str, ...]]])
-    """Key of tunewell, its value, and the foreign names that it comes from. Several entries may set one key."""
+    settings: list[Setting] = field(default_factory=list[Setting])
+    """Several entries may set one key."""
     refused: dict[str, str] = field(default_factory=dict[str, str])
     """Foreign name -> the reason and tunewell's equivalent."""
     used: set[str] = field(default_factory=set[str])
     """All foreign names that were recognised."""
-    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
-    """What differs from the other trainer, and the settings for which this is true. `{}` stands for those in force."""
+    notes: list[Note] = field(default_factory=list[Note])
+    """What differs from the other trainer."""
 
     def set(self, key: str, value: Any, *names: str) -> None:
         """Set a key of tunewell from foreign names."""

@@ -81,6 +81,7 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
     head, workspace = _head_bytes(work, tokens, is_compiled=is_compiled), _workspace_bytes(work, tokens)
     graphs = _graph_bytes(work, tokens) if is_compiled else 0
     reserve = _reserve_bytes(work, activations, is_compiled=is_compiled)
+    small_reserve = min(reserve, _RESERVE_BYTES)
     base = {"cuda": CONTEXT_BYTES, "mps": _MPS_BYTES, "cpu": PROCESS_BYTES}[work.device.kind]
     base_name = "CUDA context" if work.device.kind == "cuda" else "process"
     # Logits are computed before the backward pass needs its workspace.
@@ -97,8 +98,8 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
     phases = {
         "load": held + _load_bytes(work) - fixed["adapter"],
         "steps": held + fixed["optimizer"] + step + graphs + reserve,
-        "evaluation": held + fixed["optimizer"] + evaluation + min(reserve, _RESERVE_BYTES),
-        "verdict": held + max(evaluation, answers) + min(reserve, _RESERVE_BYTES),
+        "evaluation": held + fixed["optimizer"] + evaluation + small_reserve,
+        "verdict": held + max(evaluation, answers) + small_reserve,
     }
     if not work.is_gpu and work.config.verdict.after_training and work.num_held_out:
         # Freed memory stays in the process, and the verdict loads the model again: 1,438 MiB became 1,715 (135M, GGUF).
@@ -107,7 +108,7 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         again = _load_bytes(work) + (batch if batch > activations else 0)
         phases["verdict"] = max(phases["verdict"], phases["steps"] + again)
     if work.config.evaluate.samples:
-        phases["generation"] = held + fixed["optimizer"] + generation + min(reserve, _RESERVE_BYTES)
+        phases["generation"] = held + fixed["optimizer"] + generation + small_reserve
     parts = {
         **fixed,
         "activations": activations,
@@ -120,7 +121,7 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         "generation": generation,
     }
     if cached := _cached_weight_bytes(work, held):
-        cached += held + max(fixed["optimizer"] + generation, answers) + min(reserve, _RESERVE_BYTES)
+        cached += held + max(fixed["optimizer"] + generation, answers) + small_reserve
     reserve = reserve if max(phases, key=lambda name: phases[name]) == "steps" else 0
     return Memory(parts, phases, reserve, _host(work), cached)
 

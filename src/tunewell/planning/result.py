@@ -1,7 +1,7 @@
 """The result of `tunewell plan`: the prediction, the ladder, other cards, and the object that `--json` prints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tunewell.machine.cards import Card
@@ -62,12 +62,12 @@ class PlanResult:
     num_parameters: int
     device: DeviceFacts
     tokens_per_second: float
-    ladder: list[Rung] = field(default_factory=list[Rung])
-    cards: list[CardRow] = field(default_factory=list[CardRow])
+    ladder: Sequence[Rung] = ()
+    cards: Sequence[CardRow] = ()
     card: Card | None = None
     """The first of the cards on which the run fits, or fits with changes; `ladder` is for this card."""
-    fitting_cards: list[str] = field(default_factory=list[str])
-    notes: list[str] = field(default_factory=list[str])
+    fitting_cards: Sequence[str] = ()
+    notes: Sequence[str] = ()
     advice: Advice | None = None
     price: float | None = None
     """Of this machine per hour."""
