@@ -290,14 +290,13 @@ class _Draft:
 
 def _find(path: Path | None) -> Path | None:
     if path is None:
-        other = Path("tunewell.yml")
         if Path(FILE_NAME).exists():
             return Path(FILE_NAME)
-        if other.exists():
-            raise _other_name(other)
-        other = Path("config.yaml")
-        if other.is_file() and not Path("plan.json").exists() and _is_our_config(other):  # a run folder has both
-            raise _other_name(other)
+        other = Path("tunewell.yml") if Path("tunewell.yml").exists() else Path("config.yaml")
+        is_of_run = Path("plan.json").exists()  # a run folder has a `config.yaml` too
+        if other.name == "tunewell.yml" or (other.is_file() and not is_of_run and _is_our_config(other)):
+            fix = f"rename the file, or use `--config {other}`"
+            raise UserError(f"there is a `{other}` here, but no `{FILE_NAME}`", fix=fix)
         return None
     if path.is_dir():
         raise UserError("the config is a folder", where=str(path), fix=f"name the file: `--config {path / FILE_NAME}`")
@@ -312,11 +311,6 @@ def other_configs(folder: Path) -> list[Path]:
     """Return the files in a folder that are configs under another name, as a fix for "no model is set"."""
     files = [file for file in sorted(folder.glob("*.y*ml")) if file.name != FILE_NAME and file.is_file()]
     return [file for file in files if _is_our_config(file)]
-
-
-def _other_name(file: Path) -> UserError:
-    fix = f"rename the file, or use `--config {file}`"
-    return UserError(f"there is a `{file}` here, but no `{FILE_NAME}`", fix=fix)
 
 
 def _is_our_config(file: Path) -> bool:
@@ -432,9 +426,9 @@ def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
 
 def _meanings(section: type[Section], value: object) -> list[str]:
     """Return the keys that a value in place of a section can mean: `kind` for `method: lora`."""
-    return (
-        [] if _is_switch(section, value) else [name for name, types in section.single.items() if type(value) in types]
-    )
+    if _is_switch(section, value):
+        return []
+    return [name for name, types in section.single.items() if type(value) in types]
 
 
 def _is_switch(section: type[Section], value: object) -> bool:
@@ -449,18 +443,16 @@ def _not_a_section(key: Key, section: type[Section], value: object, where: str) 
     elif isinstance(value, str) and _meanings(section, parse_scalar(value)):
         fix = "remove the quotes"
     elif meanings := _meanings(section, value):
-        valid = [name for name in meanings if _is_valid(section, {name: value})]
+        valid: list[str] = []
+        for name in meanings:
+            with suppress(ValidationError):
+                section.model_validate({name: value})
+                valid.append(name)
         fix = f"write {' or '.join(f'`{key.name}: {{{name}: {value}}}`' for name in valid)}"
         if not valid:
             takes = (f"`{key.name}.{name}` to {all_keys()[f'{key.name}.{name}'].takes}" for name in meanings)
             fix = f"set {'; or '.join(takes)}"
     return Problem(f"`{key.name}` is a section, not {_shown(value)}", where, fix)
-
-
-def _is_valid(section: type[Section], values: dict[str, object]) -> bool:
-    with suppress(ValidationError):
-        return bool(section.model_validate(values))
-    return False
 
 
 def _expand(draft: _Draft) -> None:

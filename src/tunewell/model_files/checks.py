@@ -122,23 +122,16 @@ def folder_damage(folder: Path, *, is_fast: bool = False) -> Iterator[tuple[str,
         if problem := weight_problem(path, is_fast=is_fast):
             yield path.name, problem
     for index in folder.glob("*.safetensors.index.json"):
-        names = _indexed(index)
-        if names is None:
+        parts = read_json_object(index).get("weight_map")
+        if not isinstance(parts, dict):
             yield index.name, _text_problem(index) or "is not JSON"
-        for name in sorted(names or ()):
+            continue
+        for name in sorted({*map(str, cast(dict[str, object], parts).values())}):
             if not (folder / name).exists():
                 yield name, "is missing, although the index lists it"
     small = folder / "tokenizer.json"
     if small.is_file() and (problem := _text_problem(small)):
         yield small.name, problem
-
-
-def _indexed(index: Path) -> set[str] | None:
-    try:
-        value: Any = parse_json(read_bytes(index))
-        return set(value["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def weight_problem(path: Path, *, is_fast: bool = False) -> str | None:
