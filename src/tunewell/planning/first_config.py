@@ -166,9 +166,8 @@ def _method_text(result: InitResult) -> str:
     if recipe.quantize != "none":
         lines.append(f"quantize: {recipe.quantize}   # {_TEXTS['quantize'][recipe.quantize]}")
     if METHODS.entry(recipe.kind).is_adapter:
-        lines += [
-            f"{name}: {own.value}   # {own.because}" for name, own in {"rank": start.rank, "alpha": start.alpha}.items()
-        ]
+        lines.append(f"rank: {start.rank.value}   # {start.rank.because}")
+        lines.append(f"alpha: {start.alpha.value}   # {start.alpha.because}")
     return "\n".join(f"  {line}" for line in lines)
 
 

@@ -37,8 +37,13 @@ def require_known_version(raw: dict[str, Any], kind: type[Record], name: str) ->
         raise UserError(what, fix="pip install --upgrade tunewell")
 
 
-def read_record(path: Path, kind: type[R]) -> R:
-    """Read a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
+def read_record(path: Path, kind: type[R], *, missing: str = "", fix: str | None = None) -> R:
+    """Read a record with a `format_version`; raise UserError if it is damaged or has a newer version.
+
+    With `missing`, that is the error if there is no file.
+    """
+    if missing and not path.is_file():
+        raise UserError(missing, where=f"expected `{path}`", fix=fix)
     return parse_record(read_bytes(path), kind, str(path))
 
 

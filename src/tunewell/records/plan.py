@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from tunewell.config.fields import MethodName
-from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
 from tunewell.records.base import Record, read_record
@@ -127,7 +126,4 @@ def write_plan(folder: Path, plan: Plan) -> None:
 
 def read_plan(folder: Path) -> Plan:
     """Read the plan of a run; raise UserError if it is missing or cannot be read."""
-    path = folder / PLAN
-    if not path.is_file():
-        raise UserError(f"there is no plan in `{folder}`", where=f"expected `{path}`", fix="run `tunewell train`")
-    return read_record(path, Plan)
+    return read_record(folder / PLAN, Plan, missing=f"there is no plan in `{folder}`", fix="run `tunewell train`")

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain
@@ -269,12 +268,8 @@ def write_report(folder: Path, report: Report) -> None:
 
 def read_report(folder: Path) -> Report:
     """Read a report; raise UserError if it is missing or unreadable."""
-    path = folder / REPORT
-    if not path.is_file():
-        raise UserError(
-            f"there is no report in `{folder}`", where=f"expected `{path}`", fix=f"run `tunewell validate {folder}`"
-        )
-    return read_record(path, Report)
+    missing, fix = f"there is no report in `{folder}`", f"run `tunewell validate {folder}`"
+    return read_record(folder / REPORT, Report, missing=missing, fix=fix)
 
 
 PAGE, MARKDOWN = "report.html", "report.md"

@@ -239,14 +239,10 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 def find_outcome(run: Path) -> Outcome | None:
     """Read the outcome of a run; return None if it has none. Raises UserError if it is damaged."""
-    path = run / OUTCOME
-    return read_record(path, Outcome) if path.is_file() else None
+    return read_record(run / OUTCOME, Outcome) if (run / OUTCOME).is_file() else None
 
 
 def read_outcome(run: Path) -> Outcome:
     """Read the outcome of a run; raise UserError if it has none."""
-    outcome = find_outcome(run)
-    if outcome is None:
-        fix = "name the folder of a run"
-        raise UserError(f"there is no finished run in `{run}`", where=f"expected `{run / OUTCOME}`", fix=fix)
-    return outcome
+    missing = f"there is no finished run in `{run}`"
+    return read_record(run / OUTCOME, Outcome, missing=missing, fix="name the folder of a run")
