@@ -5,11 +5,9 @@ implementation, write its file (see `docs/extending.md`) and add one line here. 
 names does not import torch.
 """
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tunewell.config.prices import (
     Activations,
@@ -24,6 +22,7 @@ from tunewell.config.prices import (
     weights_of_layers,
 )
 from tunewell.core.features import extension_entries
+from tunewell.core.files import read_data
 from tunewell.core.registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -149,26 +148,22 @@ class FormatEntry(Entry):
     A format with `files` reads whole files: `path` is a function `(file, options)` that yields numbered rows.
     """
 
-    columns: tuple[str, ...] = ()
+    columns: Sequence[str] = ()
     """A row with all these columns has this format. Empty: `data/rows/formats.py` detects it."""
-    uses: tuple[str, ...] = ()
+    uses: Sequence[str] = ()
     """Other columns that the format reads. All remaining columns are reported as not used."""
-    files: tuple[str, ...] = ()
+    files: Sequence[str] = ()
     """File types that may contain this format."""
     head: str = ""
     """A regular expression that matches in the first 64 KiB of a file of this format."""
 
 
-def _formats() -> list[FormatEntry]:
-    table = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
-    found: list[FormatEntry] = []
-    for name, entry in table.items():
-        lists: dict[str, Any] = {key: tuple(entry.pop(key, ())) for key in ("columns", "uses", "files")}
-        found.append(FormatEntry(name, **entry, **lists))
-    return found
-
-
-FORMATS: Registry[FormatEntry] = Registry("row format", _formats(), group="formats", entry_type=FormatEntry)
+FORMATS: Registry[FormatEntry] = Registry(
+    "row format",
+    [FormatEntry(name, **entry) for name, entry in read_data(__file__, "formats.toml").items()],
+    group="formats",
+    entry_type=FormatEntry,
+)
 
 
 _TARGETS = "tunewell.export.targets"

@@ -18,9 +18,9 @@ from tunewell.export.chat_template import saved_template
 from tunewell.export.targets.base import ExportTarget, PreflightFacts, load_targets
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.model_ref import ModelRef
-from tunewell.model_files.facts import find_key_map
 from tunewell.model_files.files import WEIGHT_SUFFIXES, locate
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
+from tunewell.model_files.weights import find_key_map
 from tunewell.models.gguf import read_gguf_config
 from tunewell.models.pretrained import read_config
 from tunewell.models.support import text_part

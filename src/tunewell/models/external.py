@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.model_files.facts import KeyMap, key_map_path
+from tunewell.model_files.weights import KeyMap, key_map_path
 from tunewell.models.attention import head_size
 from tunewell.models.pretrained import first_names
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
 from tunewell.core.options import WeightsOptions
-from tunewell.model_files.facts import find_key_map
 from tunewell.model_files.files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
+from tunewell.model_files.weights import find_key_map
 from tunewell.models import attention as packed_attention
 from tunewell.models import shared
 from tunewell.models.external import fit_weights, read_external_weights, split_rotary_pairs

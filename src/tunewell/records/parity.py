@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
@@ -83,11 +83,11 @@ class TrainedFacts(Record):
     """Maximum length of a text in tokens, according to the tokenizer."""
     vocabulary: dict[str, str]
     """Hashes of the tokens and the merges of the vocabulary."""
-    tokenizer: dict[str, str] = Field(default_factory=dict)
+    tokenizer: dict[str, str] = {}
     """Hashes of the parts of `tokenizer.json`; empty in exports of 0.1.0."""
     template_sha256: str | None = None
     """Hash of the exported chat template."""
-    plain_texts: list[PlainText] = Field(default_factory=list[PlainText])
+    plain_texts: list[PlainText] = []
     """Texts that are tokenized without a chat template."""
     shapes: dict[str, list[int]]
     """Shape of every tensor after merging."""
@@ -114,7 +114,7 @@ class Proof(Record):
     """The precision to which a quantised base model was dequantised in training."""
     stop_ids: list[int]
     bos_id: int | None = None
-    added_tokens: list[str] = Field(default_factory=list)
+    added_tokens: list[str] = []
     """Template tokens missing in the base model. Its embeddings are extended before the adapter is applied."""
     date: str | None = None
     """The fixed date for a template that uses the current date, or None if the template does not."""
@@ -127,9 +127,9 @@ class Proof(Record):
     model: TrainedFacts | None = None
     """None in exports from older versions of tunewell; this part is then not compared."""
     artefacts: list[Artefact]
-    sha256s: dict[str, str] = Field(default_factory=dict)
+    sha256s: dict[str, str] = {}
     """Hashes of the files that are not part of an artefact."""
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = []
 
 
 class Check(Record):
@@ -142,7 +142,7 @@ class Check(Record):
     is_warning: bool = False
     """Whether the screen shows a warning, although the artefact matches the trained model."""
     words: str
-    figures: dict[str, Any] = Field(default_factory=dict)
+    figures: dict[str, Any] = {}
     bound: str = ""
     """The allowed difference and the reason for it."""
 
@@ -170,7 +170,7 @@ class Parity(Record):
     links: list[Link]
     other_ids_share: float | None = None
     """As in `proof.json`. llama.cpp, Ollama and transformers encode the whole text at once."""
-    versions: dict[str, str] = Field(default_factory=dict)
+    versions: dict[str, str] = {}
     is_ok: bool
 
 

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
-from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain
@@ -73,7 +70,7 @@ class Answer(Record):
     """Whether the answer is right, or None if this cannot be decided, as for a long reference."""
     is_refusal: bool = False
     """Whether the answer says that it is not known."""
-    faults: list[Fault] = Field(default_factory=list[Fault])
+    faults: list[Fault] = []
 
 
 class AnsweredQuestion(Record):
@@ -145,7 +142,7 @@ class JudgeRecord(Record):
     """Number of questions by the origin of their key."""
     clusters: int
     """Number of facts that the questions are about."""
-    examples: list[KeyExample] = Field(default_factory=list[KeyExample])
+    examples: list[KeyExample] = []
     difference: DifferenceRecord | None = None
     """Tuned model compared with the base model; None if there is no base model."""
 
@@ -178,8 +175,8 @@ class LogitChange(Record):
 class Curve(Record):
     """The logged losses of a training run as pairs (step, loss)."""
 
-    train: list[tuple[int, float]] = Field(default_factory=list[tuple[int, float]])
-    held_out: list[tuple[int, float]] = Field(default_factory=list[tuple[int, float]])
+    train: list[tuple[int, float]] = []
+    held_out: list[tuple[int, float]] = []
     best_step: int | None = None
 
 
@@ -218,47 +215,47 @@ class Report(Record):
     verdict: Level
     summary: str
     """One sentence with the main reason and numbers."""
-    reasons: list[Reason] = Field(default_factory=list[Reason])
+    reasons: list[Reason] = []
     """The reasons, most severe first; empty if the verdict is PASS."""
     subject: EvaluatedModel
     data: str
     """The evaluated rows: the held-out rows of a corpus, or a file."""
     held_out: LossPair | None = None
-    by_source: list[LossPair] = Field(default_factory=list[LossPair])
+    by_source: list[LossPair] = []
     everyday: LossPair | None = None
     """Loss on everyday text, unrelated to the rows."""
     base_tally: AnswerCounts | None = None
     tuned_tally: AnswerCounts | None = None
-    exchanges: list[AnsweredQuestion] = Field(default_factory=list[AnsweredQuestion])
+    exchanges: list[AnsweredQuestion] = []
     judge: JudgeRecord | None = None
     """None in reports of version 0.1.0: an answer was right if it contained the whole reference."""
-    metrics: dict[str, MetricResult] = Field(default_factory=dict)
+    metrics: dict[str, MetricResult] = {}
     """Results of user-defined metric functions, by name."""
     change: LogitChange | None = None
-    bad_weights: dict[str, int] = Field(default_factory=dict)
+    bad_weights: dict[str, int] = {}
     """Names of tensors with values that are not finite, and the number of such values."""
-    thresholds: dict[str, Chosen[Any]] = Field(default_factory=dict)
+    thresholds: dict[str, Chosen[Any]] = {}
     answer_tokens: Chosen[int] | None = None
     """Length limit of an answer."""
     curve: Curve = Curve()
     ledger: RowCounts | None = None
-    plan: dict[str, Chosen[Any]] = Field(default_factory=dict)
+    plan: dict[str, Chosen[Any]] = {}
     """The settings of the training run, each with its reason."""
-    machine: dict[str, str] = Field(default_factory=dict)
-    versions: dict[str, str] = Field(default_factory=dict)
-    hashes: dict[str, str] = Field(default_factory=dict)
-    repeat: list[str] = Field(default_factory=list)
+    machine: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    hashes: dict[str, str] = {}
+    repeat: list[str] = []
     """Commands that repeat the training and the evaluation."""
-    seconds: dict[str, float] = Field(default_factory=dict)
+    seconds: dict[str, float] = {}
     """Duration of each stage."""
     base_measured_at: str | None = None
     """When the base model was measured, if its outputs are those of an earlier evaluation; else None."""
-    lm_eval: dict[str, Any] = Field(default_factory=dict)
-    healing: list[str] = Field(default_factory=list)
+    lm_eval: dict[str, Any] = {}
+    healing: list[str] = []
     """Problems during training, their remedies and the time lost, one per line."""
-    advice: list[str] = Field(default_factory=list)
+    advice: list[str] = []
     """Changes to the config that would avoid these problems in the next run."""
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = []
     next: str = ""
 
 
@@ -271,12 +268,8 @@ def write_report(folder: Path, report: Report) -> None:
 
 def read_report(folder: Path) -> Report:
     """Read a report; raise UserError if it is missing or unreadable."""
-    path = folder / REPORT
-    if not path.is_file():
-        raise UserError(
-            f"there is no report in `{folder}`", where=f"expected `{path}`", fix=f"run `tunewell validate {folder}`"
-        )
-    return read_record(path, Report)
+    missing, fix = f"there is no report in `{folder}`", f"run `tunewell validate {folder}`"
+    return read_record(folder / REPORT, Report, missing=missing, fix=fix)
 
 
 PAGE, MARKDOWN = "report.html", "report.md"

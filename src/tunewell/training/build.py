@@ -23,8 +23,8 @@ from tunewell.inference.decoder import Decoding
 from tunewell.inference.degeneration import find_degeneration
 from tunewell.inference.generate import corpus_stop_ids, generate
 from tunewell.methods.base import AdapterMethod, Method
-from tunewell.model_files.facts import fingerprint_weights
 from tunewell.model_files.presets import is_preset
+from tunewell.model_files.weights import fingerprint_weights
 from tunewell.models import attention
 from tunewell.models.load import (
     DTYPES,

@@ -21,7 +21,7 @@ from tunewell.data.batches import make_batch, micro_batches, spread_evenly
 from tunewell.data.corpus.reader import Corpus
 from tunewell.machine.facts import peak_memory_bytes
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory
-from tunewell.records.plan import Plan
+from tunewell.records.plan import Chosen, Plan
 from tunewell.training.checkpoints import Checkpoints, State
 from tunewell.training.engine import train
 from tunewell.training.evaluate import held_out_loss
@@ -80,8 +80,7 @@ def keep_nothing(run: Run) -> None:
 
 def with_values(plan: Plan, because: str, values: Mapping[str, Any]) -> Plan:
     """Return the plan with other values, by name."""
-    chosen = {name: {"value": value, "because": because} for name, value in values.items()}
-    return plan.model_copy(update={name: getattr(plan, name).model_copy(update=own) for name, own in chosen.items()})
+    return plan.model_copy(update={name: Chosen(value, because=because) for name, value in values.items()})
 
 
 def take_trial_steps(

@@ -4,7 +4,7 @@
 """
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def _probe(request: dict[str, Any], _: ProgressListener) -> dict[str, Any]:
         "start": start_seconds + stages.get("plan", 0.0),
         "load": stages.get("load", 0.0),
         "check": stages.get("check", 0.0),
-        "threads": threads.model_dump(),
+        "threads": asdict(threads),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tunewell.config.schema import Clean
-from tunewell.core.redact import POSSIBLE_SECRETS, hide_secrets
+from tunewell.core.redact import hide_secrets, possible_secrets
 from tunewell.data.rows.conversation import REASONING_KEYS, Conversation, Rejected, is_list, is_object, map_leaves
 
 _URL = re.compile(r"https?://|\bwww\.", re.IGNORECASE)
@@ -75,7 +75,7 @@ def find_possible_secrets(rows: Sequence[bytes]) -> list[bool]:
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(rows))]
     texts = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(rows), buffers)
     is_possible = np.zeros(len(rows), dtype=np.uint8)
-    for pattern in POSSIBLE_SECRETS:
+    for pattern in possible_secrets():
         found = compute.call_function("match_substring_regex", [texts], compute.MatchSubstringOptions(pattern))
         bits = np.frombuffer(found.buffers()[1], dtype=np.uint8)
         is_possible |= np.unpackbits(bits, count=len(rows), bitorder="little")
