@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.clusters import find_clusters
 from tunewell.evaluation.comparison import Column, ColumnAnswer, compare_columns
 from tunewell.evaluation.intervals import (

@@ -7,7 +7,7 @@ from toy_index import college_facts, college_index
 
 from tunewell.core.errors import UserError
 from tunewell.data.reading_prompt import NOT_FOUND, Passage, question_in
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.comparison import compare_columns
 from tunewell.evaluation.passages import SearchedQuestions, Shown, key_finder
 from tunewell.features.compare.measure import Exam, measure_alone, measure_with_passages

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tunewell.core.progress import silent
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 from tunewell.features.compare import subjects
 from tunewell.features.compare.measure import Exam
 from tunewell.features.compare.subjects import ColumnSession, Subject
