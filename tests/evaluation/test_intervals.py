@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.clusters import find_clusters
 from tunewell.evaluation.comparison import Column, ColumnAnswer, compare_columns
 from tunewell.evaluation.intervals import (
@@ -17,6 +16,7 @@ from tunewell.evaluation.intervals import (
     share_interval,
     sign_flip_p,
 )
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

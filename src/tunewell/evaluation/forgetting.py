@@ -165,30 +165,11 @@ def measure_forgetting(found: EverydayOutcome, rules: VerdictRules) -> list[Forg
         )
     if any(one.base_right is not None for one in found.answers):
         own = [one for one in found.answers if one.kind == "instruction"]
-        results += [
-            _lost(
-                "everyday instructions",
-                [bool(one.base_right) for one in own],
-                [one.tuned_right for one in own],
-                rules,
-                "followed",
-            ),
-            _lost(
-                "replies",
-                [_is_reply(one, of_base=True) for one in found.answers],
-                [_is_reply(one) for one in found.answers],
-                rules,
-                "answered without a refusal",
-            ),
-        ]
+        followed = [bool(one.base_right) for one in own], [one.tuned_right for one in own]
+        replied = [bool(one.base_replies) for one in found.answers], [one.tuned_replies for one in found.answers]
+        results.append(_lost("everyday instructions", *followed, rules, "followed"))
+        results.append(_lost("replies", *replied, rules, "answered, not refused"))
     return results
-
-
-def _is_reply(answer: OrdinaryAnswer, *, of_base: bool = False) -> bool:
-    is_right, has_reply = (
-        (answer.base_right, answer.base_replies) if of_base else (answer.tuned_right, answer.tuned_replies)
-    )
-    return bool(is_right) if answer.kind == "greeting" else bool(has_reply)
 
 
 def _lost(name: str, base: list[bool], tuned: list[bool], rules: VerdictRules, verb: str) -> Forgotten:

@@ -21,6 +21,7 @@ from tunewell.records.plan import Chosen
 from tunewell.records.report import JudgeRecord, KeyExample
 from tunewell.scoring.answer_keys import AnswerKey
 from tunewell.scoring.base import ReferenceRow, Score, Scorer, most_frequent, score_answer
+from tunewell.scoring.choice import Choice
 from tunewell.scoring.facts import Facts
 from tunewell.scoring.tasks import find_task, make_scorer
 from tunewell.training.evaluate import Question, prompt_and_reply
@@ -106,46 +107,59 @@ def find_questions(
     documents = [split[question.document] for question in asked]
     places = [(document.source, document.row) for document in documents]
     rows = _with_answers([_row(question.text, question.reference_ids, model) for question in asked], places, corpus)
-    known = _training_rows(training, model) if training is not None else ([], 0)
-    task = _task(rules, known, rows, training or split)
-    notes: list[str] = []
-    scorer = make_scorer(task.value, rows, known[0], base=base)
-    judged = sum(bool(text) for text in scorer.expected)
-    if task.value in SCORERS.names() and SCORERS.entry(task.value).min_right is not None and rows:
-        entry = SCORERS.entry(task.value)
-        if judged < _MIN_JUDGED * len(rows):
-            because = f"only {count(judged)} of {count(len(rows), 'reference')} can be scored as {entry.name}"
-            task = Chosen(value="text", because=because)
-            scorer = make_scorer("text", rows, known[0])
-        elif judged < len(rows):
-            share = percent(1 - judged / len(rows), 0)
-            notes.append(
-                f"{count(len(rows) - judged)} of {count(len(rows), 'reference')} ({share}) are not in the form "
-                f"of the task `{entry.name}`; their answers are not judged"
-            )
-    keys = scorer.keys if isinstance(scorer, Facts) else None
-    found = Questions([*asked], rows, places, task, scorer, find_clusters(keys) if keys else _same_questions(rows))
-    found.constant = most_frequent(known[0] or rows)
-    found.notes = notes
-    _mark_near_and_ambiguous(found, known[0], corpus)
+    known, without = _training_rows(training, model) if training is not None else ([], 0)
+    sources = training.manifest.sources if isinstance(training, Corpus) else []
+    formats = {name for source in sources for name in source.formats}
+    found = judge_by_task(
+        rows,
+        known,
+        rules,
+        base=base,
+        num_documents=without,
+        num_training=len(training) if training is not None else 0,
+        is_chat=bool(formats) and formats <= _CHAT_FORMATS,
+    )
+    found.asked, found.places = [*asked], places
+    pairs = corpus.near_pairs() if corpus is not None else []
+    near = {(pair.similar_source, pair.similar_row) for pair in pairs if pair.kind == "near_held_out"}
+    found.is_near = [is_near or place in near for is_near, place in zip(found.is_near, places, strict=True)]
     return found
 
 
-def _task(
-    rules: VerdictRules, known: tuple[list[ReferenceRow], int], rows: list[ReferenceRow], split: Split
-) -> Chosen[str]:
+def judge_by_task(
+    rows: list[ReferenceRow],
+    training: list[ReferenceRow],
+    rules: VerdictRules,
+    *,
+    base: Path | None = None,
+    num_documents: int = 0,
+    num_training: int = 0,
+    is_chat: bool = False,
+) -> Questions:
+    """Return questions with their task and scorer. `num_documents` of the training rows have no question."""
     if rules.task != "auto":
-        return Chosen(value=rules.task, because="set by `verdict.task`")
-    training, num_documents = known if known[0] or known[1] else (rows, 0)
-    share = len(training) / max(1, len(training) + num_documents)
-    sources = split.manifest.sources if isinstance(split, Corpus) else []
-    formats = {name for source in sources for name in source.formats}
-    return find_task(
-        training,
-        num_documents=num_documents,
-        num_rows=round(len(split) * share) if training is not rows else len(rows),
-        is_chat=bool(formats) and formats <= _CHAT_FORMATS,
-    )
+        task = Chosen(value=rules.task, because="set by `verdict.task`")
+    elif training or num_documents:
+        share = len(training) / (len(training) + num_documents)
+        num_rows = round((num_training or len(training)) * share)
+        task = find_task(training, num_documents=num_documents, num_rows=num_rows, is_chat=is_chat)
+    else:
+        task = find_task(rows, is_chat=is_chat)
+    found = Questions([], rows, [], task, make_scorer(task.value, rows, training, base=base), [])
+    entry, judged = found.entry, sum(map(bool, found.scorer.expected))
+    if entry.min_right is not None and judged < _MIN_JUDGED * len(rows):
+        because = f"only {count(judged)} of {count(len(rows), 'reference')} can be scored as {entry.name}"
+        found.task, found.scorer = Chosen(value="text", because=because), make_scorer("text", rows, training)
+    elif entry.min_right is not None and judged < len(rows):
+        found.notes.append(
+            f"{count(len(rows) - judged)} of {count(len(rows), 'reference')} ({percent(1 - judged / len(rows), 0)}) "
+            f"are not in the form of the task `{entry.name}`; answers to them are not judged"
+        )
+    facts = find_clusters(found.scorer.keys) if isinstance(found.scorer, Facts) else list(range(len(rows)))
+    found.clusters = _joined(facts, _same_questions(rows))
+    found.constant = found.scorer.options[0] if isinstance(found.scorer, Choice) else most_frequent(training or rows)
+    _mark_near_and_ambiguous(found, training)
+    return found
 
 
 def _training_rows(split: Split, model: ChatModel) -> tuple[list[ReferenceRow], int]:
@@ -196,7 +210,15 @@ def _same_questions(rows: Sequence[ReferenceRow]) -> list[int]:
     return [numbers.setdefault((*words(row.question), "", *split_words(row.reference)), len(numbers)) for row in rows]
 
 
-def _mark_near_and_ambiguous(found: Questions, training: Sequence[ReferenceRow], corpus: Corpus | None) -> None:
+def _joined(first: list[int], second: list[int]) -> list[int]:
+    """Return clusters that connect what either of two clusterings connects."""
+    names: dict[int, int] = {}
+    for one, other in zip(first, second, strict=True):
+        names.setdefault(other, one)
+    return [names[other] for other in second]
+
+
+def _mark_near_and_ambiguous(found: Questions, training: Sequence[ReferenceRow]) -> None:
     """Mark the questions that training rows ask nearly alike, and those that have several references."""
     references: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     asked_in_training = set[tuple[str, ...]]()
@@ -205,9 +227,7 @@ def _mark_near_and_ambiguous(found: Questions, training: Sequence[ReferenceRow],
         references[words].add(fold(row.reference).strip(" .!"))
     for row in found.rows:
         references[tuple(split_words(row.question))].add(fold(row.reference).strip(" .!"))
-    pairs = corpus.near_pairs() if corpus is not None else []
-    near = {(pair.similar_source, pair.similar_row) for pair in pairs if pair.kind == "near_held_out"}
-    for row, place in zip(found.rows, found.places, strict=True):
+    for row in found.rows:
         words = tuple(split_words(row.question))
-        found.is_near.append(bool(words) and (words in asked_in_training or place in near))
+        found.is_near.append(bool(words) and words in asked_in_training)
         found.is_ambiguous.append(bool(words) and len(references[words]) > 1)

@@ -36,7 +36,7 @@ from tunewell.scoring.base import ReferenceRow, Scorer, without_fence
 from tunewell.scoring.choice import find_options
 from tunewell.scoring.free_text import UserFunction
 from tunewell.scoring.labels import fold_label
-from tunewell.scoring.matching import is_short_reference
+from tunewell.scoring.matching import is_refusal, is_short_reference
 from tunewell.scoring.number import FINAL
 from tunewell.scoring.structured import parse_calls, parse_json
 
@@ -261,7 +261,7 @@ def _conversation(found: _Rows) -> str | None:
 
 
 def _personal(found: _Rows) -> str | None:
-    share = found.share(lambda text: _FIRST_PERSON.search(fold(text)))
+    share = found.share(lambda text: _FIRST_PERSON.search(fold(text)) and not is_refusal(text))
     words = median(len(reply.split()) for reply in found.replies)
     return (
         f"{percent(share, 0)} of the replies say I or we, in {int(words)} words (median)"

@@ -248,7 +248,7 @@ def compared_rows(report: Report) -> list[MetricRow]:
         )
     for name, pair in report.measures.items():
         base = "" if pair.base is None else f"{pair.base:.2f}"
-        rows.append(MetricRow(name=f"  {name}", base=base, tuned=f"{pair.tuned:.2f}"))
+        rows.append(MetricRow(name=f"  {single_line(name)}", base=base, tuned=f"{pair.tuned:.2f}"))
     return rows
 
 
@@ -259,7 +259,7 @@ def forgotten_rows(report: Report) -> list[MetricRow]:
         if found.name != "everyday text":
             numbers = [f"{value:.0%}" for value in (found.base, found.tuned)]
             hint = f"limit: {percent(found.limit, 0)} fewer" + (", exceeded" if found.is_damaged else "")
-            name = {"replies": "Everyday questions answered"}.get(found.name, f"{found.name.capitalize()} followed")
+            name = {"replies": "Everyday questions answered"}.get(found.name, f"{single_line(found.name).capitalize()} followed")
             rows.append(MetricRow(name=name, hint=hint, base=numbers[0], tuned=numbers[1]))
     return rows
 
