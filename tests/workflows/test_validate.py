@@ -447,9 +447,9 @@ def test_numbers_that_are_none_are_words_in_json(base: Path, tmp_path: Path) -> 
 def test_no_secret_of_the_config_is_in_the_report(project: Path, base: Path, tmp_path: Path) -> None:
     secret = "hf_" + "abcdefghijklmnopqrstuvwxyz12345678"
     write_jsonl(tmp_path / "rows.jsonl", [*TRAINED, {"question": "The key of the door?", "answer": f"It is {secret}."}])
-    held = [{"question": "The key of the house?", "answer": f"It is {secret}."}, *HELD_OUT[:5]]
+    held = [{"question": "The key of the house?", "answer": f"It is {secret}."}, *HELD_OUT]
     write_jsonl(tmp_path / "held.jsonl", held)
-    wishes = {"train.max_steps": 2, "template.arguments": {"token": secret}}
+    wishes = {"train.max_steps": 2, "template.arguments": {"token": secret}, "verdict.task": "facts"}
     run = run_of(tmp_path, base, sets=FAST | wishes).run
     judged(run)
     for name in ("report.json", "report.html", "report.md"):

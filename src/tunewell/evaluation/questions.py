@@ -139,6 +139,8 @@ def judge_by_task(
     """Return questions with their task and scorer. `num_documents` of the training rows have no question."""
     if rules.task != "auto":
         task = Chosen(value=rules.task, because="set by `verdict.task`")
+    elif (given := sum(bool(row.answers) for row in rows)) and given >= len(rows) / 2:
+        task = Chosen(value="facts", because=f"{count(given, 'row')} name what a right answer contains")
     elif training or num_documents:
         share = len(training) / (len(training) + num_documents)
         num_rows = round((num_training or len(training)) * share)

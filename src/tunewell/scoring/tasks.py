@@ -271,9 +271,6 @@ def _personal(found: _Rows) -> str | None:
 
 
 def _facts(found: _Rows) -> str | None:
-    given = sum(bool(row.answers) for row in found.rows)
-    if given >= len(found.rows) / 2:
-        return f"{count(given)} of {count(len(found.rows), 'row')} name what a right answer contains"
     asked = fmean(
         _QUESTION.search(row.question.strip().splitlines()[-1] if row.question.strip() else "") is not None
         for row in found.rows
