@@ -198,3 +198,86 @@ TRACKERS: Registry[TrackerEntry] = Registry(
     group="trackers",
     entry_type=TrackerEntry,
 )
+
+
+@dataclass(frozen=True)
+class TaskEntry(Entry):
+    """A task of the rows: its scorer, and what a model must reach."""
+
+    noun: str
+    """What is right, in the plural: `labels`."""
+    min_right: float | None
+    """Share of the questions that must be answered right; None if no answer is right or wrong."""
+    because: str
+    """The reason for `min_right`."""
+
+
+_MOST = "a model that is wrong more often than right is no help"
+SCORERS: Registry[TaskEntry] = Registry(
+    "task",
+    [
+        TaskEntry("labels", "one of a few labels", "tunewell.scoring.labels:Labels", "labels", 0.6, _MOST),
+        TaskEntry(
+            "choice",
+            "an option such as yes or B, maybe with a reason",
+            "tunewell.scoring.choice:Choice",
+            "choices",
+            0.5,
+            _MOST,
+        ),
+        TaskEntry("number", "a number as the result", "tunewell.scoring.number:Number", "results", 0.5, _MOST),
+        TaskEntry("facts", "short answers to questions", "tunewell.scoring.facts:Facts", "answers", 0.5, _MOST),
+        TaskEntry(
+            "json",
+            "JSON, field by field",
+            "tunewell.scoring.structured:Json",
+            "objects",
+            0.5,
+            "all fields of an object must agree, which is hard",
+        ),
+        TaskEntry("tools", "tool calls", "tunewell.scoring.structured:Tools", "calls", 0.6, "a wrong call does harm"),
+        TaskEntry(
+            "sql",
+            "SQL queries",
+            "tunewell.scoring.code:Sql",
+            "queries",
+            0.3,
+            "other queries can be right too, so equal ones are a lower bound",
+        ),
+        TaskEntry(
+            "command",
+            "shell commands",
+            "tunewell.scoring.code:Command",
+            "commands",
+            0.2,
+            "other commands can be right too, so equal ones are a lower bound",
+        ),
+        TaskEntry(
+            "text",
+            "free text",
+            "tunewell.scoring.free_text:FreeText",
+            "answers",
+            None,
+            "texts can be worded in many ways",
+        ),
+        TaskEntry(
+            "chat",
+            "conversations",
+            "tunewell.scoring.free_text:FreeText",
+            "answers",
+            None,
+            "there is no right reply in a conversation",
+        ),
+        TaskEntry(
+            "documents",
+            "text without questions",
+            "tunewell.scoring.free_text:FreeText",
+            "answers",
+            None,
+            "there are no questions",
+        ),
+    ],
+    group="scorers",
+    entry_type=TaskEntry,
+)
+"""The tasks of `verdict.task`."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator
 
-from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
+from tunewell.config.extensions import EXPORT_TARGETS, SCORERS, GgufFormat, MergedPrecision
 from tunewell.config.fields import (
     Auto,
     Bool,
@@ -169,25 +169,42 @@ class VerdictRules(Section):
     reuse_base: Bool = True
     """Reuse the losses and answers of the base model from an earlier evaluation on this machine, if weights, rows,
     tokenizer, template, decoding settings and versions are the same. `false`: measure the base model again."""
+    task: str = Field(
+        default="auto",
+        description="What the rows teach, which decides how answers are scored. `auto`: found from the training rows. "
+        f"{OneOf(SCORERS).doc()} `file.py:function`: your own function decides; `fn(question, answer, reference)` "
+        "returns True, False or a number from 0 to 1, and 0.5 is right. It runs with your permissions.",
+    )
     metrics: tuple[str, ...] = ()
     """Your own metric functions, each as `file.py:function`: `fn(question, answer, reference)` returns a number. The
     report shows the mean for the base and the tuned model. The functions run with your permissions and do not change
-    the verdict."""
+    the verdict; `verdict.task` does."""
     min_gain: PartialShare = 0.05
-    """The held-out loss must be lower than that of the base model by this share. A smaller gain is WEAK. No gain is
-    FAIL, because the model learned nothing that generalises to new rows."""
-    min_right: Share = 0.5
-    """Share of the questions with an answer key that must be answered correctly. Less is WEAK: the model is wrong more
-    often than right."""
+    """For texts, chats and documents: the held-out loss must be lower than that of the base model by this share. A
+    smaller gain is WEAK."""
+    min_right: Share | Auto = "auto"
+    """Share of the questions that must be answered right. Less is WEAK. `auto`: the threshold of the task, from 0.2 for
+    commands to 0.6 for labels."""
     max_faults: Share = 0.1
     """Maximum share of answers that are empty, loop, echo the question or never end. A larger share is WEAK; half of
     the answers or more is FAIL."""
     max_rise: NonNegative = 0.15
-    """Overfitting: share by which the held-out loss may rise above its minimum while the training loss falls. A larger
-    rise is WEAK, because the model memorises the training rows."""
-    max_forgetting: NonNegative = 0.5
+    """Overfitting: share by which the held-out loss may rise above its minimum. A larger rise is a note, not a verdict:
+    the best checkpoint is used, and right answers may still increase."""
+    max_forgetting: NonNegative = 0.3
     """Forgetting: share by which the loss on everyday text may rise above that of the base model. A larger rise is
-    WEAK; a doubled loss is FAIL, because such a model cannot answer new questions."""
+    WEAK."""
+    max_lost: Share = 0.1
+    """Forgetting: share of the 60 everyday questions and instructions that may get worse answers than from the base
+    model, if the difference is more than chance. More is WEAK. The same limit holds for refusals."""
+
+    @field_validator("task")
+    @classmethod
+    def _require_task(cls, value: str) -> str:
+        if value != "auto" and value not in SCORERS.names() and not re.fullmatch(r".+\.py:[^\W\d]\w*", value):
+            known = ", ".join(f"`{name}`" for name in ("auto", *SCORERS.names()))
+            raise ValueError(f"must be one of {known}, or `file.py:function`, not {value!r}")
+        return value
 
     @field_validator("metrics", mode="before")
     @classmethod

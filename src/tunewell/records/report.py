@@ -70,6 +70,12 @@ class Answer(Record):
     """Whether the answer is right, or None if this cannot be decided, as for a long reference."""
     is_refusal: bool = False
     """Whether the answer says that it is not known."""
+    said: str = ""
+    """The label or option that the answer gives, if the task has some."""
+    because: str = ""
+    """The reason for `right`."""
+    fields: dict[str, str] = {}
+    """Name of a field -> `right`, `wrong`, `missing` or `extra`, for JSON and tool calls."""
     faults: list[Fault] = []
 
 
@@ -82,9 +88,13 @@ class AnsweredQuestion(Record):
     question: str
     reference: str
     key: str = ""
-    """What a right answer contains."""
+    """What a right answer says; empty if answers cannot be judged."""
     key_origin: str = ""
-    """`answers` or `value` (columns of the row), `derived` (from the references) or `whole reference`."""
+    """For facts: `answers` or `value` (columns of the row), `derived` (from the references) or `whole reference`."""
+    is_near: bool = False
+    """Whether a training row asks nearly the same."""
+    is_ambiguous: bool = False
+    """Whether another row has the same question with another reference."""
     cluster: int | None = None
     """Number of the fact that the question is about; questions on one fact are one observation."""
     base: Answer | None = None
@@ -133,15 +143,67 @@ class DifferenceRecord(Record):
     """The result in one sentence."""
 
 
+class ConstantAnswer(Record):
+    """The score of always giving the most frequent reply of the training rows: the majority class."""
+
+    text: str
+    right: int
+    judged: int
+    difference: DifferenceRecord
+    """Tuned model minus the constant answer."""
+
+
+class MeasurePair(Record):
+    """A further figure of the task, from 0 to 1, for both models."""
+
+    base: float | None = None
+    tuned: float
+
+
+class Confusion(Record):
+    """How often one label was answered instead of another."""
+
+    expected: str
+    said: str
+    number: int
+
+
+class OrdinaryAnswer(Record):
+    """One of the everyday questions and instructions, which have nothing to do with the rows."""
+
+    question: str
+    kind: Literal["instruction", "greeting"]
+    base: str = ""
+    tuned: str = ""
+    base_right: bool | None = None
+    tuned_right: bool = False
+    base_replies: bool | None = None
+    """Whether the base model replies at all: no refusal, no empty text, no fault."""
+    tuned_replies: bool = False
+
+
+class Forgotten(Record):
+    """One measure of what the training damaged: the base model's figure, the tuned model's, and the limit."""
+
+    name: str
+    """`everyday text`, `everyday instructions` or `replies`."""
+    base: float
+    tuned: float
+    limit: float
+    is_damaged: bool
+    result: str
+    """The result in one clause, with its numbers."""
+
+
 class JudgeRecord(Record):
     """The judge of a report: how it decided whether an answer is right."""
 
     name: str
     """The judge and its version."""
-    origins: dict[str, int]
-    """Number of questions by the origin of their key."""
+    origins: dict[str, int] = {}
+    """For facts: number of questions by the origin of their key."""
     clusters: int
-    """Number of facts that the questions are about."""
+    """Number of facts that the questions are about, or of different questions."""
     examples: list[KeyExample] = []
     difference: DifferenceRecord | None = None
     """Tuned model compared with the base model; None if there is no base model."""
@@ -229,6 +291,31 @@ class Report(Record):
     exchanges: list[AnsweredQuestion] = []
     judge: JudgeRecord | None = None
     """None in reports of version 0.1.0: an answer was right if it contained the whole reference."""
+    task: Chosen[str] | None = None
+    """The task of the rows, whose scorer decides what is right."""
+    measures: dict[str, MeasurePair] = {}
+    """Further figures of the task, such as the macro-F1 of labels, by name."""
+    constant: ConstantAnswer | None = None
+    asked_tally: AnswerCounts | None = None
+    """The base model, asked as the rows ask, if it was also asked with a list of the labels, fields or tools."""
+    hinted_tally: AnswerCounts | None = None
+    """The base model, asked with that list. The better of the two is `base_tally`."""
+    is_base_hinted: bool = False
+    confusions: list[Confusion] = []
+    """The labels that the tuned model confuses, most frequent first."""
+    fields: dict[str, dict[str, int]] = {}
+    """For JSON and tool calls: how often each field was right, wrong, missing or extra."""
+    loss_difference: DifferenceRecord | None = None
+    """Held-out loss of the tuned model minus that of the base model, with its interval over the rows."""
+    ordinary: list[OrdinaryAnswer] = []
+    """Answers to everyday questions and instructions; those that changed most come first."""
+    forgotten: list[Forgotten] = []
+    trained_on: int = 0
+    """Number of rows of a test file that are training rows. They are left out."""
+    without_near: AnswerCounts | None = None
+    """The tuned model's answers without the questions that a training row asks nearly alike."""
+    changed_rules: list[str] = []
+    """Rules of the verdict that the config changes, such as `min_right 0 (usually 0.5)`."""
     metrics: dict[str, MetricResult] = {}
     """Results of user-defined metric functions, by name."""
     change: LogitChange | None = None
@@ -273,6 +360,13 @@ def read_report(folder: Path) -> Report:
 
 
 PAGE, MARKDOWN = "report.html", "report.md"
+HEADLINES = {
+    "PASS": "Better than its base model, and nothing else got worse.",
+    "WEAK": "Better than its base model, but read the reasons.",
+    "FAIL": "Not usable.",
+    "UNPROVEN": "Not shown to be better: more questions are needed.",
+}
+"""What each verdict means, in the same words on every screen and page."""
 EXIT_CODES = {"PASS": 0, "UNPROVEN": 3, "WEAK": 3, "FAIL": 4}
 EXIT_NOT_VALIDATED = 3
 """The same as for WEAK, because nothing shows that the model is good."""

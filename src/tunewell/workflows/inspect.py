@@ -15,8 +15,8 @@ from tunewell.data.corpus.page import MAX_ROWS, CorpusPage
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.corpus.source_rows import SourceRows
 from tunewell.data.corpus.views import CorpusViews, DocumentView, PairView
-from tunewell.evaluation.answer_keys import AnswerKey, ReferenceRow, answer_keys
 from tunewell.records.manifest import MANIFEST, DroppedRow, Manifest, SecretRow
+from tunewell.scoring.answer_keys import AnswerKey, ReferenceRow, answer_keys
 from tunewell.workflows.prepare import temporary_corpus
 
 _NUM_PAIRS = 3

@@ -23,9 +23,9 @@ from tunewell.core.files import make_private, sha256_text, write_atomic
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.reading_prompt import NOT_FOUND, Passage, reading_prompt
-from tunewell.evaluation.answer_keys import AnswerKey
 from tunewell.evaluation.passages import HasAnswer, key_finder
 from tunewell.features.retrieval.search import Retriever
+from tunewell.scoring.answer_keys import AnswerKey
 
 UNANSWERABLE_SHARE = 0.25
 """The share of rows without the answering passage. Their reply is the refusal."""
