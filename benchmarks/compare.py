@@ -102,7 +102,6 @@ def write_exam(path: Path, keys: list[Any], clusters: list[int], searched: Any, 
 
 
 def prepare_college(folder: Path) -> None:
-    from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
     from tunewell.evaluation.clusters import find_clusters
     from tunewell.evaluation.passages import SearchedQuestions, key_finder
     from tunewell.features.retrieval.embedders.base import open_embedder
@@ -112,6 +111,7 @@ def prepare_college(folder: Path) -> None:
     from tunewell.features.retrieval.shown import search_all
     from tunewell.features.retrieval.stores.base import open_store
     from tunewell.features.retrieval.tuning import tune
+    from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (COLLEGE / f"{name}.jsonl").read_text().splitlines()]
@@ -170,7 +170,6 @@ def prepare_college(folder: Path) -> None:
 
 
 def prepare_pubmedqa(folder: Path, limit: int) -> None:
-    from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
     from tunewell.features.retrieval.embedders.base import open_embedder
     from tunewell.features.retrieval.indexing import build_index
     from tunewell.features.retrieval.open_book import locate_questions, open_book_rows
@@ -178,6 +177,7 @@ def prepare_pubmedqa(folder: Path, limit: int) -> None:
     from tunewell.features.retrieval.shown import search_all
     from tunewell.features.retrieval.stores.base import open_store
     from tunewell.features.retrieval.tuning import tune
+    from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 
     rows = json.loads((DATA / "pubmedqa" / "ori_pqal.json").read_text())
     numbers = sorted(rows, key=lambda number: hashlib.sha256(number.encode()).hexdigest())
@@ -259,9 +259,9 @@ def jobs_of(folder: Path) -> list[Job]:
 def read_exam(path: Path, only: tuple[int, ...] | None, limit: int | None) -> tuple[Any, Any]:
     """Return the exam and the passages of the chosen questions."""
     from tunewell.data.reading_prompt import Passage
-    from tunewell.scoring.answer_keys import AnswerKey
     from tunewell.evaluation.passages import SearchedQuestions, Shown
     from tunewell.features.compare.measure import Exam
+    from tunewell.scoring.answer_keys import AnswerKey
 
     exam = json.loads(gzip.decompress(path.read_bytes()))
     tuples = ("headings", "lines")

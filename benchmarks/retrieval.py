@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from tunewell.data.reading_prompt import Passage
-from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.passages import key_finder
 from tunewell.features.retrieval.embedders.base import Embedder, open_embedder
 from tunewell.features.retrieval.indexing import build_index
@@ -32,6 +31,7 @@ from tunewell.features.retrieval.search import CANDIDATES, Retriever, fuse
 from tunewell.features.retrieval.stores.base import open_store
 from tunewell.features.retrieval.tuning import tune
 from tunewell.features.retrieval.words import words
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("TUNEWELL_SHARED", ROOT.parent / "shared")) / "data"
