@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tunewell"
 _ORDER = (
-    "cli library workflows config data planning models methods training inference evaluation export runs records "
+    "cli library workflows config data scoring planning models methods training inference evaluation export runs records "
     "model_files machine core"
 )
 SPINE = _ORDER.split()

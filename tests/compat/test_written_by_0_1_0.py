@@ -35,7 +35,6 @@ JSON_COMMANDS: dict[str, list[str]] = {
     "train": ["train", "--resume", "--out", "run_lora", "--no-supervisor"],
     "train by its own settings": ["train", "--resume", "--out", "run_full", "--no-supervisor"],
     "validate": ["validate", "run_finished", "--device", "cpu"],
-    "validate against": ["validate", "run_finished", "--against", "run_lora", "--device", "cpu", "--out", "report"],
     "export": ["export", "run_finished", "--to", "adapter", "--out", "new-export"],
     "verify": ["verify", "export", "--base", "base"],
     "notebook": ["notebook", "--out", "new.ipynb", "--package", "none"],
@@ -49,6 +48,12 @@ WITHOUT_CONFIG = ("train by its own settings",)
 """Commands that are run in a folder without `tunewell.yaml`."""
 OPEN_MAPS = frozenset({"versions", "machine", "stages", "seconds", "dropped", "faults", "formats", "notes"})
 """Maps whose keys depend on the machine or on what happened."""
+WITHDRAWN_FLAGS = {"validate": {"--against"}}
+"""`compare RUN RUN` takes its place."""
+CHANGED_DEFAULTS = {"verdict.min_right", "verdict.max_forgetting"}
+"""The threshold of the task, and a stricter limit: both are in the changelog."""
+OTHER_KEYS = {"validate": {"judge.origins.derived"}}
+"""The rows are choices now, which have no derived keys."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,8 @@ def test_a_finished_run_is_judged_as_0_1_0_judged_it(written: Written) -> None:
     assert ran.code == golden("json")["validate"]["code"], ran.err
     told = ran.told()
     assert told["verdict"] == report["verdict"]
-    assert [reason["code"] for reason in told["reasons"]] == [reason["code"] for reason in report["reasons"]]
+    # The rules for what follows the cause have changed.
+    assert told["reasons"][0]["code"] == report["reasons"][0]["code"]
     parts = ("held_out", "by_source", "everyday", "base_tally", "tuned_tally", "change", "ledger", "curve", "exchanges")
     expected, found = ({part: whole[part] for part in parts} for whole in (report, told))
     figures = dict(numbers_of(found))
@@ -258,13 +264,14 @@ def test_json_has_every_key_that_it_had(written: Written, name: str) -> None:
     """Guards against a key that scripts read and that a change of records renamed or dropped."""
     ran, expected = written.ran(name), golden("json")[name]
     assert ran.code == expected["code"], ran.err
-    assert set(expected["keys"]) - key_paths(ran.told()) == set()
+    assert set(expected["keys"]) - key_paths(ran.told()) == OTHER_KEYS.get(name, set())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_of_a_command_still_exists(command: str, tmp_path: Path) -> None:
     """Guards against a flag that scripts and `resume` lines give and that is unknown now."""
-    for flag, takes_value in golden("flags")[command].items():
+    flags = {flag: takes for flag, takes in golden("flags")[command].items() if flag not in WITHDRAWN_FLAGS.get(command, ())}
+    for flag, takes_value in flags.items():
         # Help is shown only where everything else on the line was understood.
         ran = run_in(tmp_path, [command, f"{flag}=1" if takes_value else flag, "--help"])
         assert ran.code == 0, f"{flag}: {ran.err}"
@@ -288,8 +295,9 @@ def test_a_config_with_every_key_is_read_as_it_was() -> None:
 
 def test_keys_that_a_run_left_unset_mean_what_they_meant() -> None:
     """Guards against a changed default: a run's `config.yaml` holds only what was set, the rest comes from here."""
-    told = {key: run_in(WRITTEN, ["explain", key, "--json"]).told()["default"] for key in golden("config")["keys"]}
-    defaults = {key: expected["default"] for key, expected in golden("config")["keys"].items()}
+    keys = {key: expected for key, expected in golden("config")["keys"].items() if key not in CHANGED_DEFAULTS}
+    told = {key: run_in(WRITTEN, ["explain", key, "--json"]).told()["default"] for key in keys}
+    defaults = {key: expected["default"] for key, expected in keys.items()}
     assert told == defaults
 
 

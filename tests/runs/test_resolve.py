@@ -109,7 +109,7 @@ def test_what_lies_in_the_current_folder_has_no_say_in_a_foreign_model(
 ) -> None:
     (tmp_path / "tunewell.yaml").write_text("model: mine\nverdict:\n  min_right: 0.1\n")
     monkeypatch.chdir(tmp_path)
-    assert resolve_model("preset:tiny-1m").loaded.config.verdict.min_right == 0.5
+    assert resolve_model("preset:tiny-1m").loaded.config.verdict.min_right == "auto"
 
 
 def test_an_adapter_names_its_base_or_is_told_it(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_line, width
 from tunewell.core.units import count, duration, percent
-from tunewell.evaluation.report.view import compared_rows, field_rows, forgotten_rows, perplexity_change, right_name
-
 if TYPE_CHECKING:
     from tunewell.records.report import Answer, AnswerCounts, JudgeRecord, LossPair, Report
 
@@ -24,6 +22,8 @@ _MIN_COLUMNS = 20
 
 def verdict_screen(report: "Report", *, has_examples: bool = True) -> str:
     """Return a report as one screen."""
+    from tunewell.evaluation.report.view import field_rows
+
     parts = [_head(report), "", _metrics(report)]
     if has_examples and (examples := _examples(report)):
         parts += ["", examples]
@@ -85,6 +85,8 @@ def _head(report: "Report") -> str:
 
 
 def _metrics(report: "Report") -> str:
+    from tunewell.evaluation.report.view import compared_rows, forgotten_rows, right_name
+
     has_base = report.subject.base is not None
     rows = [["", "base", "tuned", ""] if has_base else ["", "model", ""]]
 
@@ -203,6 +205,8 @@ def _perplexity(pair: "LossPair") -> str:
 def _growth(pair: "LossPair") -> str:
     if pair.base is None or not pair.base > 0 or not math.isfinite(pair.tuned):
         return ""
+    from tunewell.evaluation.report.view import perplexity_change
+
     growth = f"{pair.tuned / pair.base - 1:+.0%}"
     change = perplexity_change(pair)
     return f"{growth}, perplexity {change}" if change else growth
