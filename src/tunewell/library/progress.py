@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from tunewell.training.events import Evaluated, Event, Listener, RunStarted, Ste
 _UPDATE_SECONDS = 0.5
 _MAX_TABLE_ROWS = 20
 
-Show = bool | Callable[[Any], None]
+Show = bool | Listener
 """True: the default display for a terminal or notebook. False: no output. A function: called with every event."""
 
 
