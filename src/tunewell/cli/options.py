@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -51,20 +51,19 @@ def with_offline(sets: list[str] | None, is_offline: bool) -> list[str]:
     return [*(sets or ()), *(["storage.offline=true"] if is_offline else [])]
 
 
-def typer_function(command: Callable[..., None]) -> Callable[..., None]:
+def typer_function(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Return a command as typer reads it: its options as typer's, and the fields of a dataclass as single options."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in _hints(command).items() if is_dataclass(hint)}
 
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> int | None:
         for name, group in groups.items():
-            given = {field.name: values.pop(field.name) for field in fields(group) if field.name in values}
+            given = {option: values.pop(option) for option, _, _ in _declared(group)}
             values[name] = group(**given)
-        command(**values)
+        return command(**values)
 
     declared = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=_for_typer(name, hint))
-        for name, hint, default in _declared(command, hints)
+        for name, hint, default in _declared(command)
     ]
     run.__doc__ = command.__doc__
     run.__annotations__ = {one.name: one.annotation for one in declared}
@@ -72,16 +71,21 @@ def typer_function(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _declared(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _hints(command: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(command, include_extras=True)
+
+
+def _declared(command: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name, the type and the default of each option. A flag without a default is not set."""
+    hints = _hints(command)
     for name, parameter in signature(command).parameters.items():
-        if not is_dataclass(hints[name]):
-            is_flag = parameter.default is Parameter.empty and bool in get_args(hints[name])
-            yield name, hints[name], False if is_flag else parameter.default
-            continue
-        for field in fields(hints[name]):
-            if any(isinstance(part, Option) for part in get_args(field.type)):
-                yield field.name, field.type, field.default
+        hint = hints[name]
+        is_option = any(isinstance(part, Option) for part in get_args(hint))
+        if is_dataclass(hint):
+            yield from _declared(hint)  # type: ignore[arg-type]
+        elif is_option or not is_dataclass(command):
+            is_flag = parameter.default is Parameter.empty and bool in get_args(hint)
+            yield name, hint, False if is_flag else parameter.default
 
 
 def _for_typer(name: str, hint: Any) -> Any:

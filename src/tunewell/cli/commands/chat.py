@@ -2,6 +2,7 @@
 
 import json as json_module
 import sys
+from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument, Option
@@ -12,8 +13,8 @@ from tunewell.core.features import require_hook
 from tunewell.core.options import WeightsOptions
 
 if TYPE_CHECKING:
+    from tunewell.cli.screens.chat import Reply
     from tunewell.inference.chat import Answer, Chat
-    from tunewell.inference.passages import DocumentChat
 
 
 def command(
@@ -59,47 +60,32 @@ def command(
         retrieval = None
         if index is not None:
             retrieval = require_hook("retrieval", "open_chat", needed_by="`--index`")(index, chat)
-    if prompt is not None:
-        text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
-        _answer_once(chat, text, with_base=with_base, json=json, retrieval=retrieval)
-    elif is_piped:
-        for line in sys.stdin:
-            if line.strip():
-                text = line.rstrip("\n")
-                _answer_once(chat, text, with_base=with_base, json=json, is_line=True, retrieval=retrieval)
-    else:
+    if prompt is None and not is_piped:
         converse(chat, with_base=with_base, retrieval=retrieval)
-
-
-def _answer_once(
-    chat: "Chat",
-    text: str,
-    *,
-    with_base: bool,
-    json: bool,
-    is_line: bool = False,
-    retrieval: "DocumentChat | None" = None,
-) -> None:
-    """Answer one prompt of a script, and print only the answer, or JSON with all details."""
-    parts = start_answer(chat, text, retrieval)
-    if not json:
-        report_dropped(chat)
-        write_answers(chat, parts, with_base=with_base)
-        if retrieval is not None:
-            report_sources(chat, retrieval)
         return
-    for _ in parts:
-        pass
+    if prompt is None:
+        texts = (line.rstrip("\n") for line in sys.stdin if line.strip())
+    else:
+        texts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt]
+    for text in texts:
+        parts = start_answer(chat, text, retrieval)
+        if not json:
+            report_dropped(chat)
+            write_answers(chat, parts, with_base=with_base)
+            if retrieval is not None:
+                report_sources(chat, retrieval)
+            continue
+        payload = _finished_as_json(chat, text, parts, with_base=with_base)
+        payload |= retrieval.answer.as_json() if retrieval is not None else {}
+        emit(AsIs(json_module.dumps(payload)) if prompt is None else json_text(payload, has_answer=True))
+        sys.stdout.flush()
+
+
+def _finished_as_json(chat: "Chat", prompt: str, parts: "Reply", *, with_base: bool) -> dict[str, Any]:
+    """Finish an answer, and that of the base model if it is wanted. Return both as a JSON object."""
+    deque(parts, maxlen=0)
     if with_base and chat.answer.num_prompt_tokens:
-        for _ in chat.base_reply():
-            pass
-    payload = as_json(chat, text) | (retrieval.answer.as_json() if retrieval is not None else {})
-    emit(AsIs(json_module.dumps(payload)) if is_line else json_text(payload, has_answer=True))
-    sys.stdout.flush()
-
-
-def as_json(chat: "Chat", prompt: str) -> dict[str, Any]:
-    """Return the last answer as a JSON object."""
+        deque(chat.base_reply(), maxlen=0)
     ref = chat.model.ref
     return {
         "prompt": prompt,

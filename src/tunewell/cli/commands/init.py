@@ -6,8 +6,6 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from tunewell.cli.options import Argument, AsJson, Option, Sets
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import emit, folded_table, hanging, json_text
@@ -55,7 +53,7 @@ def command(
     set_: Sets = None,
     force: Annotated[bool, Option("Overwrite an existing config.")] = False,
     json: AsJson = False,
-) -> None:
+) -> int:
     """Write a config for your rows and a model, with the reasons.
 
     In a terminal, it asks for what it cannot tell: columns, encoding, separator, whose messages are the replies.
@@ -75,8 +73,7 @@ def command(
         )
     given = ["--model", model, *(["--method", method] if method != "lora" else []), *as_options(sets)]
     emit(json_text(result.as_json()) if json else _screen(result, data, given, set_ or ()))
-    if result.source.open_points:
-        raise typer.Exit(EXIT_OPEN)
+    return EXIT_OPEN if result.source.open_points else 0
 
 
 def source_sets(columns: str | None, encoding: str | None) -> list[str]:

@@ -1,8 +1,7 @@
 """`tunewell plan`: predict memory, time and cost of a run."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from tunewell.cli.options import (
     AsJson,
@@ -18,6 +17,7 @@ from tunewell.cli.options import (
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.startup import clean_up_when_terminated
+from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
     from tunewell.config.load import LoadedConfig
@@ -43,16 +43,15 @@ def command(
     check: Annotated[str | None, Option("Show what was predicted for a run beside what it needed.", "RUN")] = None,
     offline: Offline = False,
     json: AsJson = False,
-) -> None:
+) -> int:
     """Predict whether a run fits, how long it takes and what it costs.
 
     Exit codes: 0 it fits, 2 it does not.
     """
     if check is not None:
         emit(_checked(check, json=json))
-        return
+        return 0
     from tunewell.config.load import load_config
-    from tunewell.core.errors import UserError
     from tunewell.workflows.plan import PlanOptions, plan
 
     if ram is not None and not 0.1 <= ram <= 100_000:
@@ -69,7 +68,7 @@ def command(
         result = plan(loaded, options, progress=progress)
     if apply:
         emit(_applied(loaded, result, rung, json=json))
-        return
+        return 0
     if json:
         emit(json_text(result.as_json()))
     else:
@@ -79,15 +78,11 @@ def command(
         can_apply = result.chosen is not None and edited_text(loaded, result.chosen.changes) is not None
         train = train_command(config, model=model, data=data or (), sets=set_ or (), offline=offline)
         emit(plan_screen(result, train=train, can_apply=can_apply))
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
+    return result.exit_code
 
 
 def _checked(run: str, *, json: bool) -> str:
-    from pathlib import Path
-
     from tunewell.cli.screens.plan import check_screen
-    from tunewell.core.errors import UserError
     from tunewell.records.rundir import read_outcome
 
     outcome = read_outcome(Path(run))
@@ -102,7 +97,6 @@ def _checked(run: str, *, json: bool) -> str:
 def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *, json: bool) -> str:
     """Write a change of the ladder into the config, and return what was written."""
     from tunewell.config.edit import as_scalar, edit_config
-    from tunewell.core.errors import UserError
 
     if not result.exit_code:
         return json_text({"fits": True, "changes": {}}) if json else "the run fits: nothing is changed"
@@ -115,8 +109,6 @@ def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *
     if json:
         return json_text({"fits": chosen.prediction.fits, "changes": chosen.changes, "config": str(path)})
     written = ", ".join(f"`{key}: {as_scalar(value)}`" for key, value in chosen.changes.items())
-    lines = [hanging("wrote ", f"{written} into `{path}`")]
-    if not chosen.prediction.fits:
-        lines += [hanging("note: ", "the run still does not fit"), hanging("next: ", "`tunewell plan`")]
-        return "\n".join(lines)
-    return "\n".join([*lines, hanging("next: ", "`tunewell train`")])
+    fits = chosen.prediction.fits
+    lines = [hanging("wrote ", f"{written} into `{path}`"), *([] if fits else ["note: the run still does not fit"])]
+    return "\n".join([*lines, f"next: `tunewell {'train' if fits else 'plan'}`"])

@@ -74,7 +74,7 @@ def command(
     strict: Annotated[bool, Option(_STRICT)] = False,
     offline: Offline = False,
     json: AsJson = False,
-) -> None:
+) -> int:
     """Train the model and test it (prepares the data first if needed)."""
     from tunewell.records.plan import PLAN
     from tunewell.runs.supervisor import can_supervise
@@ -97,7 +97,7 @@ def command(
         return load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
 
     if worker is None and not no_supervisor and not rehearse and can_supervise():
-        raise typer.Exit(_supervise(load, context.obj))
+        return _supervise(load, context.obj)
     from tunewell.cli.screens.training import shown_training
     from tunewell.runs.config import RunOptions, ended_before, exit_code_of, require_inputs
 
@@ -106,7 +106,7 @@ def command(
     resume = resume or (num_restarts() > 0 and (loaded.path(loaded.config.run) / PLAN).is_file())
     if resume and not allow_change and (outcome := ended_before(loaded)):
         code = _report_ended(loaded.config.run, outcome, json=json)
-        raise typer.Exit(exit_code_of(outcome.status, code, is_strict=strict))
+        return exit_code_of(outcome.status, code, is_strict=strict)
     require_inputs(loaded, is_resuming=resume)
     options = RunOptions(
         is_resuming=resume,
@@ -119,7 +119,7 @@ def command(
         allow_faults=enable_fault_injection,
     )
     if rehearse:
-        raise typer.Exit(_rehearse(loaded, options, json=json))
+        return _rehearse(loaded, options, json=json)
     with shown_training() as listener:
         from tunewell.training.events import send_notes
 
@@ -148,7 +148,7 @@ def command(
     if worker:
         sys.stdout.flush()
         send_to_supervisor(worker, "printed")
-    raise typer.Exit(exit_code_of(result.status, result.exit_code or export_code, is_strict=strict))
+    return exit_code_of(result.status, result.exit_code or export_code, is_strict=strict)
 
 
 def _report_ended(run: str, outcome: "Outcome", *, json: bool) -> int:
@@ -192,9 +192,8 @@ def _export(
     """Carry out `export.to`, and print it. Return the entry for `--json` and the exit code."""
     if not loaded.config.export.to:
         return {}, 0
-    from tunewell.cli.commands.export import announce, summary
+    from tunewell.cli.commands.export import announce, export_screen
     from tunewell.cli.progress import shown_stages
-    from tunewell.cli.screens.export import parity_screen
     from tunewell.workflows.finish import export_after_training
 
     with shown_stages() as progress:
@@ -202,7 +201,7 @@ def _export(
     if step.note:
         sys.stderr.write(hanging("note: ", step.note) + "\n")
     if step.exported is not None and not json:
-        emit(f"\n{parity_screen(step.exported.parity)}\n{summary(step.exported)}")
+        emit(f"\n{export_screen(step.exported)}")
     return {"export": step.exported.as_json() if step.exported else None}, step.exit_code
 
 

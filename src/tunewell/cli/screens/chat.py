@@ -3,13 +3,22 @@
 import re
 import signal
 import sys
-import unicodedata
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import cell_width, console, emit_error, folded_table, hanging, is_interactive, one_line, width
+from tunewell.cli.render import (
+    cell_width,
+    console,
+    emit_error,
+    escape_controls,
+    folded_table,
+    hanging,
+    is_interactive,
+    one_line,
+    width,
+)
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError, close_names, did_you_mean
 from tunewell.core.units import count
@@ -31,8 +40,8 @@ COMMANDS = {
     "/help": ("", "show this list"),
     "/quit": ("", "quit, like /exit, /bye and Ctrl-D; Ctrl-C stops an answer first"),
 }
-_QUIT = frozenset({"/quit", "/exit", "/bye", "/q"})
 """Each command, its argument and its meaning."""
+_QUIT = frozenset({"/quit", "/exit", "/bye", "/q"})
 Reply = Generator[str, None, None]
 """It must be closed when reading stops, because the adapter stays disabled while the base model answers."""
 
@@ -89,19 +98,6 @@ def _number(name: str, text: str, kind: type[int] | type[float]) -> Any:
 
 _SIDE_BY_SIDE_WIDTH = 100
 _PROMPT, _CONTINUED = "> ", ". "
-_ALLOWED_CONTROLS = frozenset("\n\t")
-# Bidirectional control characters, which can make a line appear as different text.
-_BIDI_MARKS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-
-
-def escape_controls(text: str) -> str:
-    """Escape control characters for a terminal, such as `\\x1b`, except line breaks and tabs."""
-    return "".join(
-        repr(letter)[1:-1]
-        if letter in _BIDI_MARKS or (unicodedata.category(letter) == "Cc" and letter not in _ALLOWED_CONTROLS)
-        else letter
-        for letter in text
-    )
 
 
 def print_aside(text: str) -> None:

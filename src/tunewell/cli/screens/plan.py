@@ -83,7 +83,7 @@ def _rows(result: "PlanResult") -> list[list[str]]:
         ["micro-batch", f"{count(plan.micro_batch_tokens.value)} tokens: {plan.micro_batch_tokens.because}"],
         [
             "time",
-            f"{duration(seconds.low)} to {duration(seconds.high)}: {steps}, {format_speed(result.tokens_per_second)}",
+            f"{_time(prediction)}: {steps}, {format_speed(result.tokens_per_second)}",
         ],
         ["  by phase", ", ".join(f"{name} {duration(value)}" for name, value in seconds.phases.items())],
     ]
@@ -109,15 +109,8 @@ def _parts(prediction: "Prediction") -> str:
 def _ladder(ladder: "Sequence[Rung]") -> list[str]:
     rows = [["", "fits", "memory", "time", "what would help"]]
     for number, rung in enumerate(ladder, 1):
-        rows.append(
-            [
-                str(number),
-                "yes" if rung.fits else "no",
-                size_bytes(rung.prediction.memory.needed_bytes),
-                _time(rung.prediction),
-                rung.name + _beside(rung.prediction),
-            ]
-        )
+        needed, fits = size_bytes(rung.prediction.memory.needed_bytes), "yes" if rung.fits else "no"
+        rows.append([str(number), fits, needed, _time(rung.prediction), rung.name + _beside(rung.prediction)])
     chosen = next((rung for rung in ladder if rung.fits), None)
     return [folded_table(rows), hanging("mildest: ", _describe(chosen)) if chosen else _NONE_FITS]
 
@@ -201,26 +194,13 @@ def check_screen(run: str, predicted: "Prediction", measured: "Measurement") -> 
                 f"{memory.peak_bytes / measured.peak_bytes - 1:+.0%}",
             ]
         )
-    spread = f"{duration(seconds.low)} to {duration(seconds.high)}"
-    rows.append(
-        [
-            "time",
-            duration(seconds.expected),
-            spread,
-            duration(measured.seconds),
-            f"{seconds.expected / measured.seconds - 1:+.0%}" if measured.seconds else "",
-        ]
-    )
+    off = f"{seconds.expected / measured.seconds - 1:+.0%}" if measured.seconds else ""
+    rows.append(["time", duration(seconds.expected), _time(predicted), duration(measured.seconds), off])
     for name in dict.fromkeys([*seconds.phases, *measured.phases]):
-        guess, real = seconds.phases.get(name), measured.phases.get(name)
-        rows.append(
-            [
-                f"  {name}",
-                duration(guess) if guess is not None else "-",
-                "",
-                duration(real) if real is not None else "-",
-            ]
+        guess, real = (
+            duration(phases[name]) if name in phases else "-" for phases in (seconds.phases, measured.phases)
         )
+        rows.append([f"  {name}", guess, "", real])
     how = "after a few real steps" if predicted.is_measured else "from the architecture"
     shown, notes = table(rows, right=(1, 3, 4)), []
     if max(map(len, shown.splitlines())) > width():
