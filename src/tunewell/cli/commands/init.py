@@ -59,7 +59,7 @@ def command(
     In a terminal, it asks for what it cannot tell: columns, encoding, separator, whose messages are the replies.
     Elsewhere, such points are marked `?` in the config, and the exit code is 2.
     """
-    from tunewell.workflows.init import init
+    from tunewell.workflows.init import as_options, init
 
     sets = [*source_sets(columns, encoding), *(set_ or ())]
     with progress_and_questions(can_ask=not json) as (progress, ask):
@@ -90,11 +90,6 @@ def source_sets(columns: str | None, encoding: str | None) -> list[str]:
         named = {ours.strip(): theirs.strip() for ours, theirs in pairs.items()}
         sets.append(f"data.sources[0].columns={dumps(named, ensure_ascii=False)}")
     return sets
-
-
-def as_options(sets: "Sequence[str]") -> list[str]:
-    """Return `KEY=VALUE` settings as arguments of a command line."""
-    return [part for text in sets for part in ("--set", text)]
 
 
 def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) -> str:

@@ -109,12 +109,16 @@ class LogLines:
         last_stage = self.run.stage
         self.run(event)
         match event:
-            case Progress(stage) if stage and not self._is_between_steps():
+            case Progress(stage) if stage and not (self.run.start and self.run.step < self.run.num_steps):
                 if stage != last_stage or self.run.clock() - self._wrote_stage_at >= _SHORTEST_WAIT:
                     self._write(one_line(self.run.stage_text.text()))
                     self._wrote_stage_at = self.run.clock()
             case RunStarted():
-                self._write_start(event)
+                left = f", resuming after step {count(event.first_step)}" if event.first_step else ""
+                self._write(f"training {short_model_name(event.plan.model)}: {describe_method(event)}")
+                self._write(f"{count(self.run.num_steps, 'step')}{left}")
+                if event.checklist:
+                    self._write(checklist_lines(event))
             case StepTaken():
                 self._write_step(event)
             case Evaluated():
@@ -125,16 +129,6 @@ class LogLines:
                 self._wrote_step = min(self._wrote_step, step)
             case Note(message):
                 self._write(f"note: {one_line(message)}")
-
-    def _is_between_steps(self) -> bool:
-        return self.run.start is not None and self.run.step < self.run.num_steps
-
-    def _write_start(self, start: RunStarted) -> None:
-        left = f", resuming after step {count(start.first_step)}" if start.first_step else ""
-        self._write(f"training {short_model_name(start.plan.model)}: {describe_method(start)}")
-        self._write(f"{count(self.run.num_steps, 'step')}{left}")
-        if start.checklist:
-            self._write(checklist_lines(start))
 
     def _write_step(self, event: StepTaken) -> None:
         is_finite = math.isfinite(event.loss) and math.isfinite(event.grad_norm)
