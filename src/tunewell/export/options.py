@@ -4,6 +4,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -70,6 +71,13 @@ class ExportOptions(WeightsOptions):
             base=None if self.base is None else str(self.base),
             sets=[self.sets] if isinstance(self.sets, str) else self.sets,
         )
+
+    def find_model(self, place: "str | PathLike[str] | ModelRef | None") -> "ModelRef":
+        """Return the model to export; raise UserError if it is not found."""
+        from tunewell.runs.resolve import resolve_model
+
+        base = None if self.base is None else str(self.base)
+        return resolve_model(place, checkpoint=str(self.checkpoint), base=base, sets=self.sets)
 
     def resolved(self, ref: "ModelRef") -> "ExportOptions":
         """Return the options with the defaults of the model and its config filled in."""

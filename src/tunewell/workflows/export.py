@@ -32,7 +32,6 @@ from tunewell.inference.model_ref import ModelRef
 from tunewell.machine.device import torch_threads
 from tunewell.records.parity import PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
-from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.verify import EXIT_NOT_PROVEN
 
 Announce = Callable[[str], None]
@@ -95,8 +94,7 @@ def export(
     An export that does not match the trained model is removed; the result then has exit code 4 and names the artefact.
     """
     options = replace(order or ExportOptions(), **fields).checked()
-    base = None if options.base is None else str(options.base)
-    ref = resolve_model(place, checkpoint=str(options.checkpoint), base=base, sets=options.sets)
+    ref = options.find_model(place)
     options = options.resolved(ref)
     out = Path(str(options.out))
     targets = load_targets(options.to or ())

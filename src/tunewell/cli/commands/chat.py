@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument, Option
 from tunewell.cli.render import AsIs, emit, json_text
-from tunewell.cli.screens.chat import converse, loading, report_dropped, report_sources, start_answer, write_answers
+from tunewell.cli.screens.chat import converse, loading, show_answer, start_answer
 from tunewell.core.errors import UserError
 from tunewell.core.features import require_hook
 from tunewell.core.options import WeightsOptions
 
 if TYPE_CHECKING:
-    from tunewell.cli.screens.chat import Reply
     from tunewell.inference.chat import Answer, Chat
 
 
@@ -68,24 +67,20 @@ def command(
     else:
         texts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt]
     for text in texts:
-        parts = start_answer(chat, text, retrieval)
         if not json:
-            report_dropped(chat)
-            write_answers(chat, parts, with_base=with_base)
-            if retrieval is not None:
-                report_sources(chat, retrieval)
+            show_answer(chat, text, with_base=with_base, retrieval=retrieval)
             continue
-        payload = _finished_as_json(chat, text, parts, with_base=with_base)
+        deque(start_answer(chat, text, retrieval), maxlen=0)
+        if with_base and chat.answer.num_prompt_tokens:
+            deque(chat.base_reply(), maxlen=0)
+        payload = as_json(chat, text)
         payload |= retrieval.answer.as_json() if retrieval is not None else {}
         emit(AsIs(json_module.dumps(payload)) if prompt is None else json_text(payload, has_answer=True))
         sys.stdout.flush()
 
 
-def _finished_as_json(chat: "Chat", prompt: str, parts: "Reply", *, with_base: bool) -> dict[str, Any]:
-    """Finish an answer, and that of the base model if it is wanted. Return both as a JSON object."""
-    deque(parts, maxlen=0)
-    if with_base and chat.answer.num_prompt_tokens:
-        deque(chat.base_reply(), maxlen=0)
+def as_json(chat: "Chat", prompt: str) -> dict[str, Any]:
+    """Return the last answer as a JSON object."""
     ref = chat.model.ref
     return {
         "prompt": prompt,

@@ -31,12 +31,10 @@ def command(
     Each export is compared with the trained model. Exit code 4: one does not match.
     """
     from tunewell.export.proof_process import ProofProcess
-    from tunewell.runs.resolve import resolve_model
 
     options = replace(options, sets=set_ or (), creates=not no_create, allow_pickle=allow_pickle).checked()
     # Whatever is wrong with the run is reported before torch is imported.
-    base = None if options.base is None else str(options.base)
-    ref = resolve_model(place, checkpoint=str(options.checkpoint), base=base, sets=options.sets)
+    ref = options.find_model(place)
     with ProofProcess() as proof, shown_stages() as progress:
         progress(Progress("importing torch"))
         from tunewell.cli.startup import import_libraries, keep_memory_on_cpu

@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,22 +137,25 @@ def converse(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | None" 
                 print_aside(run_command(chat, *command))
             elif text.strip():
                 message = text.removeprefix("/") if text.startswith("//") else text
-                answer_on_screen(chat, message, with_base=with_base, retrieval=retrieval)
+                show_answer(chat, message, with_base=with_base, retrieval=retrieval, can_stop=True)
+                if retrieval is None or retrieval.answer.prompt:
+                    print_aside(answer_statistics(chat.answer, chat.base_answer))
         except UserError as error:
             sys.stdout.flush()
             emit_error(error)
 
 
-def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, retrieval: "DocumentChat | None" = None) -> None:
-    """Show an answer and its statistics, with the base model's answer if requested. Ctrl-C stops the answer."""
+def show_answer(
+    chat: "Chat", text: str, *, with_base: bool, retrieval: "DocumentChat | None", can_stop: bool = False
+) -> None:
+    """Show an answer and its sources, with the base model's answer if requested. Ctrl-C may stop only the answer."""
     parts = start_answer(chat, text, retrieval)
     report_dropped(chat)
-    with _stopping():
+    with _stopping() if can_stop else nullcontext():
         write_answers(chat, parts, with_base=with_base)
     if retrieval is not None:
-        report_sources(chat, retrieval)
-    if retrieval is None or retrieval.answer.prompt:
-        print_aside(answer_statistics(chat.answer, chat.base_answer))
+        print_aside(sources_text(retrieval.answer).lstrip("\n"))
+        report_dropped(chat)
 
 
 def start_answer(chat: "Chat", text: str, retrieval: "DocumentChat | None") -> Reply:
@@ -161,12 +164,6 @@ def start_answer(chat: "Chat", text: str, retrieval: "DocumentChat | None") -> R
         return chat.reply(text)
     chat.clear_answer()  # the index may refuse the question without asking the model
     return retrieval.ask(text)
-
-
-def report_sources(chat: "Chat", retrieval: "DocumentChat") -> None:
-    """Print the sources of an answer, and how many old messages no longer fit in the context."""
-    print_aside(sources_text(retrieval.answer).lstrip("\n"))
-    report_dropped(chat)
 
 
 def sources_text(answer: "IndexAnswer") -> str:
@@ -178,11 +175,11 @@ def sources_text(answer: "IndexAnswer") -> str:
         lines = ["", "sources:" if cited else "the answer names no source; the model read:"]
     for source in cited or answer.sources[:3]:
         place = ", ".join(part for part in (source.file, source.lines) if part)
-        lines.append(hanging(f"[{source.number}] ", escape_controls(one_line(f"{source.heading} ({place})"))))
-        lines.append(hanging("    ", f"“{escape_controls(one_line(source.quote))}”"))
+        lines.append(hanging(f"[{source.number}] ", f"{source.heading} ({place})"))
+        lines.append(hanging("    ", f"“{source.quote}”"))
     if answer.num_left_out:
         lines.append(f"{count(answer.num_left_out, 'passage')} did not fit in the model's context")
-    lines += [hanging("warning: ", escape_controls(one_line(warning))) for warning in answer.warnings]
+    lines += [hanging("warning: ", warning) for warning in answer.warnings]
     return "\n".join(lines)
 
 
