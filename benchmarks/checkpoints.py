@@ -21,8 +21,7 @@ import safetensors.torch
 import torch
 
 from tunewell.core.files import sha256_file, write_synced
-from tunewell.training.checkpoints import Checkpoints
-from tunewell.training.saved_checkpoints import State, safetensors_parts
+from tunewell.training.checkpoints import Checkpoints, State, safetensors_parts
 
 GB = 10**9
 _WIDTH = 2048

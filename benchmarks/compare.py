@@ -102,7 +102,7 @@ def write_exam(path: Path, keys: list[Any], clusters: list[int], searched: Any, 
 
 
 def prepare_college(folder: Path) -> None:
-    from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
+    from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
     from tunewell.evaluation.clusters import find_clusters
     from tunewell.evaluation.passages import SearchedQuestions, key_finder
     from tunewell.features.retrieval.embedders.base import open_embedder
@@ -170,7 +170,7 @@ def prepare_college(folder: Path) -> None:
 
 
 def prepare_pubmedqa(folder: Path, limit: int) -> None:
-    from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
+    from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
     from tunewell.features.retrieval.embedders.base import open_embedder
     from tunewell.features.retrieval.indexing import build_index
     from tunewell.features.retrieval.open_book import locate_questions, open_book_rows
@@ -259,7 +259,7 @@ def jobs_of(folder: Path) -> list[Job]:
 def read_exam(path: Path, only: tuple[int, ...] | None, limit: int | None) -> tuple[Any, Any]:
     """Return the exam and the passages of the chosen questions."""
     from tunewell.data.reading_prompt import Passage
-    from tunewell.evaluation.answer_keys import AnswerKey
+    from tunewell.scoring.answer_keys import AnswerKey
     from tunewell.evaluation.passages import SearchedQuestions, Shown
     from tunewell.features.compare.measure import Exam
 

@@ -35,12 +35,11 @@ from tunewell.models import attention
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import Plan, QuantizedBase
-from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.checkpoints import Checkpoints, State
 from tunewell.training.engine import train as take_steps
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.recovery import HealingState
 from tunewell.training.run import Run
-from tunewell.training.saved_checkpoints import State
 from tunewell.training.step import TrainableModel
 
 CONTENDERS = {"ours-eager": "off", "ours-compiled": "on", "ours-auto": "auto"}

@@ -307,7 +307,7 @@ def border(work: Work, *, is_smoke: bool) -> tuple[list[list[str]], list[str]]:
     from tunewell.planning.forecast import Measured, predict
     from tunewell.planning.memory import CONTEXT_BYTES
     from tunewell.planning.speed import MeasuredSpeed
-    from tunewell.training.probe import measure_size
+    from tunewell.training.trial import measure_size
 
     has_gpu = torch.cuda.is_available()
     limits = [12e9, 24e9, 40e9] if has_gpu else [0.7e9]
@@ -370,7 +370,7 @@ BORDER_HEADER = ["limit", "of the border", "tokens at once", "predicted GB", "al
 
 def batch(work: Work, *, is_smoke: bool) -> tuple[list[list[str]], list[str]]:
     """Compare the size that `plan` chooses with a longer sweep over all sizes."""
-    from tunewell.training.probe import measure_size
+    from tunewell.training.trial import measure_size
 
     rows, verdicts = [], []
     for model in ("smoke",) if is_smoke else ("135m",) if work.is_on_cpu else ("23m", "1.1b"):

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from tunewell.data.reading_prompt import Passage
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.passages import key_finder
 from tunewell.features.retrieval.embedders.base import Embedder, open_embedder
 from tunewell.features.retrieval.indexing import build_index

@@ -1,4 +1,4 @@
-"""Write `src/tunewell/features/diagnose/config_versions.txt`: which release of a library knows which config key.
+"""Write `src/tunewell/features/diagnose/config_versions.toml`: which release of a library knows which config key.
 
     python docs/config_versions.py FOLDER       a folder with wheels or source archives, one per minor release
 
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-OUTPUT = Path(__file__).parents[1] / "src/tunewell/features/diagnose/config_versions.txt"
+OUTPUT = Path(__file__).parents[1] / "src/tunewell/features/diagnose/config_versions.toml"
 _WHEEL = re.compile(r"([a-z_]+)-(\d+)\.(\d+)[\w.]*[-.]")
 _ROOTS = {  # config -> (library, files with its classes, its class or None for all classes of the files)
     "TrainingArguments": ("transformers", r"transformers/training_args(_seq2seq)?\.py", None),
@@ -29,12 +29,10 @@ _ROOTS = {  # config -> (library, files with its classes, its class or None for 
     "DPOTrainer": ("trl", r"trl/trainer/dpo_trainer\.py", "DPOTrainer"),
     "GRPOTrainer": ("trl", r"trl/trainer/grpo_trainer\.py", "GRPOTrainer"),
     "LoraConfig": ("peft", r"peft/(config|utils/peft_types|tuners/lora/.*|tuners/lora|mixed_model)\.py", "LoraConfig"),
-    "axolotl": ("axolotl", r"axolotl/(utils/(schemas|config)|integrations)/.*\.py", None),
-    "llamafactory": ("llamafactory", r"llamafactory/hparams/.*\.py", None),
 }
 _HEADER = """\
 # Which release knows which config key. Written by docs/config_versions.py; do not edit.
-# [config library first-release last-release], then one key per line: all releases, or the first and the last with it.
+# `all`: keys of all releases; `A B`: keys from release A to release B.
 """
 
 
@@ -96,6 +94,10 @@ def fields_of(
     return fields.union(*(fields_of(base, classes, seen | {name}) for base in bases))
 
 
+def _span(first: tuple[int, int], last: tuple[int, int]) -> str:
+    return f"{first[0]}.{first[1]} {last[0]}.{last[1]}"
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     wheels: dict[str, list[tuple[tuple[int, int], Path]]] = defaultdict(list)
@@ -117,12 +119,13 @@ def main() -> None:
                 spans[field].append(release)
         first, last = releases[0], releases[-1]
         sys.stderr.write(f"{config}: {len(releases)} releases of {library}, {len(spans)} keys\n")
-        lines.append(f"[{config} {library} {first[0]}.{first[1]} {last[0]}.{last[1]}]\n")
+        lines.append(f'\n[{config}]\nlibrary = "{library}"\nreleases = "{_span(first, last)}"\n')
+        by_span: dict[tuple[tuple[int, int], tuple[int, int]], list[str]] = defaultdict(list)
         for field, known in sorted(spans.items()):
-            whole = known[0] == first and known[-1] == last
-            lines.append(
-                f"{field}\n" if whole else f"{field} {known[0][0]}.{known[0][1]} {known[-1][0]}.{known[-1][1]}\n"
-            )
+            by_span[known[0], known[-1]].append(field)
+        for span, fields in sorted(by_span.items(), key=lambda entry: (entry[0] != (first, last), entry[0])):
+            name = "all" if span == (first, last) else f'"{_span(*span)}"'
+            lines.append(f'{name} = "{" ".join(fields)}"\n')
     OUTPUT.write_text("".join(lines), encoding="utf-8")
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tunewell.training.checkpoints import Checkpoints
-from tunewell.training.saved_checkpoints import State
+from tunewell.training.checkpoints import Checkpoints, State
 
 FILES = ["adapter/adapter_model.safetensors", "optimizer.safetensors", "state.json"]
 

@@ -42,6 +42,7 @@ for _folder in (
     "cli",
     "data",
     "evaluation",
+    "scoring",
     "export",
     "faults",
     "features/compare",

@@ -231,8 +231,8 @@ def test_an_unknown_command_names_the_nearest():
 
 
 def test_the_line_below_an_answer_says_what_matters():
-    from tunewell.inference.chat import Answer
+    from tunewell.inference.chat import ChatAnswer
 
-    assert answer_statistics(Answer("yes", "end", 1, 5, 0, 0.5)) == "1 token, 2.0 tokens/s"
-    assert "the answer is empty" in answer_statistics(Answer("", "end", 0, 5, 0, 0.5))
-    assert "end of the model's context" in answer_statistics(Answer("x", "context", 4, 5, 0, 0.5))
+    assert answer_statistics(ChatAnswer("yes", "end", 1, 5, 0, 0.5)) == "1 token, 2.0 tokens/s"
+    assert "the answer is empty" in answer_statistics(ChatAnswer("", "end", 0, 5, 0, 0.5))
+    assert "end of the model's context" in answer_statistics(ChatAnswer("x", "context", 4, 5, 0, 0.5))

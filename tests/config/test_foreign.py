@@ -1,8 +1,6 @@
 """Settings of other trainers: each is converted, or refused with tunewell's equivalent; none gets a wrong hint."""
 
 import importlib
-import json
-from pathlib import Path
 
 import pytest
 
@@ -186,7 +184,7 @@ def test_settings_that_contradict_the_name_of_a_method_are_a_mistake():
 
 def test_every_name_of_a_method_gives_a_valid_config():
     """A mistake in the table would be a crash for users of that name."""
-    names = json.loads(Path(foreign.__file__).with_name("method_names.json").read_text(encoding="utf-8"))["names"]
+    names = foreign.methods()
     for name, own in names.items():
         if isinstance(own, str):
             assert own in refusal({"method": {"kind": name}})

@@ -7,7 +7,7 @@ import pytest
 from chat_references import CHATML_MARKERS, MARKERS, TOOLS, Features, Ours, conversations, messages_of, train_bpe
 
 from tunewell.core.errors import UserError
-from tunewell.data.masking.masker import ASSISTANT_REPLIES, Masker, Plan, SupervisionRule
+from tunewell.data.masking.masker import ASSISTANT_REPLIES, Masker, MaskPlan, SupervisionRule
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, builtin_template, required_markers
 from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer, load_tokenizer
@@ -24,7 +24,7 @@ def masker_for(source: str, rule: SupervisionRule = ASSISTANT_REPLIES, added=ADD
     return Masker(ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}), added, rule)
 
 
-def learned_spans(plan: Plan, words: list[str]) -> list[tuple[int, int]]:
+def learned_spans(plan: MaskPlan, words: list[str]) -> list[tuple[int, int]]:
     """Give the learned stretches of the rendered text, in characters."""
     spans: list[tuple[int, int]] = []
     at = 0

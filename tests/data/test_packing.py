@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples_limit import examples
-from tunewell.data.corpus.packing import Packing, choose_context_length, pack, padding_waste
+from tunewell.data.corpus.packing import PackedSequences, choose_context_length, pack, padding_waste
 
 
 @st.composite
@@ -18,7 +18,7 @@ def documents(draw, max_size: int = 60) -> tuple[list[int], int]:
     return draw(st.lists(st.integers(1, context), max_size=max_size)), context
 
 
-def sequences_of(packing: Packing) -> list[list[int]]:
+def sequences_of(packing: PackedSequences) -> list[list[int]]:
     bounds = packing.starts.tolist()
     return [packing.order[a:b].tolist() for a, b in pairwise(bounds)]
 

@@ -136,16 +136,18 @@ def test_a_prompt_of_an_unknown_template_is_refused_unless_the_format_is_named(t
 
 def test_the_input_of_an_alpaca_prompt_belongs_to_the_question(parser):
     prompt = "Below is an instruction, with an input.\n\n### Instruction:\nAdd\n\n### Input:\n1 2\n\n### Response:\n"
-    conversation, _ = parser.parse_prompt(prompt, "3", "rows", "prompt_completion")
+    conversation, _ = parser.parse(prompt, "rows", completion="3", format_name="prompt_completion")
     assert [message["content"] for message in conversation.messages] == ["Add\n\n1 2", "3"]
     own = RenderedTextParser(ChatTemplate(builtin_template("alpaca"), special_tokens=TOKENS, name="own"), TOKENS)
-    conversation, _ = own.parse_prompt(prompt, "3", "rows", "prompt_completion")
+    conversation, _ = own.parse(prompt, "rows", completion="3", format_name="prompt_completion")
     assert conversation.messages[0] == {"role": "user", "content": "Add\n\n### Input:\n1 2", "has_input": True}
 
 
 def test_questions_that_start_with_a_sign_or_a_name_stay_questions(parser):
     questions = ["# A heading", "[1] or [2]?", "<b>bold</b>?", "User: he said hi. Why?", "### Instructions\nNone"]
-    assert [parser.parse_prompt(question, "Yes.", "rows", "question_answer") for question in questions] == [None] * 5
+    assert [
+        parser.parse(question, "rows", completion="Yes.", format_name="question_answer") for question in questions
+    ] == [None] * 5
 
 
 def test_learn_from_on_plain_text_is_refused(tmp_path):

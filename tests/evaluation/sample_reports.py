@@ -16,14 +16,19 @@ from tunewell.records.report import (
     Answer,
     AnswerCounts,
     AnsweredQuestion,
+    Confusion,
+    ConstantAnswer,
     Curve,
     DifferenceRecord,
     EvaluatedModel,
+    Forgotten,
     JudgeRecord,
     KeyExample,
     LogitChange,
     LossPair,
+    MeasurePair,
     MetricResult,
+    OrdinaryAnswer,
     Reason,
     Report,
     RowCounts,
@@ -222,8 +227,41 @@ def report_of_everything() -> Report:
     keyed[0] = keyed[0].model_copy(update={"tuned": refused})
     base = {"base_measured_at": "2026-11-17T12:00:00+00:00"}
     return weak_report().model_copy(
-        update={**update, **tallies, **healed, **base, "exchanges": keyed, "judge": _judge()}
+        update={**update, **tallies, **healed, **base, **_scored(broken), "exchanges": keyed, "judge": _judge()}
     )
+
+
+def _scored(report: Report) -> dict[str, Any]:
+    """Fill the fields of every task: labels and JSON at once, and all that was forgotten."""
+    assert report.tuned_tally is not None
+    difference = _judge().difference
+    ordinary = OrdinaryAnswer(
+        question="What is the capital of France?",
+        kind="instruction",
+        base="Paris.",
+        tuned="billing",
+        base_right=True,
+        base_replies=True,
+        tuned_replies=True,
+    )
+    return {
+        "task": Chosen[str](value="facts", because="100% of the replies are short answers to questions"),
+        "measures": {"macro-F1": MeasurePair(base=0.1, tuned=0.8)},
+        "constant": ConstantAnswer(text="billing", right=3, judged=8, difference=difference),
+        "asked_tally": report.tuned_tally,
+        "hinted_tally": report.tuned_tally,
+        "is_base_hinted": True,
+        "confusions": [Confusion(expected="billing", said="shipping", number=2)],
+        "fields": {"artist": {"right": 3, "wrong": 1}},
+        "loss_difference": difference,
+        "ordinary": [ordinary],
+        "forgotten": [
+            Forgotten(name="replies", base=1.0, tuned=0.5, limit=0.1, is_damaged=True, result="34 of 68 answered")
+        ],
+        "trained_on": 4,
+        "without_near": report.tuned_tally,
+        "changed_rules": ["min_right 0.0 (usually auto)"],
+    }
 
 
 def _judge() -> JudgeRecord:
@@ -252,6 +290,8 @@ def with_text(report: Report, text: str) -> Report:
         "faults",
         "lm_eval",
         "metrics",
+        "measures",
+        "fields",
     }
 
     def changed(value: Any, name: str, is_free: bool) -> Any:

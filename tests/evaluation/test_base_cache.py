@@ -82,7 +82,7 @@ def test_every_input_of_an_answer_is_in_the_key(tmp_path: Path) -> None:
         computed_by="",
     )
     texts = TextDocuments([[1, 2, 3], [4, 5]], longest=8)
-    asked = BaseQuestions(texts, None, texts, [[1, 2], [3]], 8, [0], 32, None)
+    asked = BaseQuestions(texts, None, texts, [[1, 2], [3]], [[4]], [[5]], 8, [0], 32, None)
     changes: list[dict[str, Any]] = [
         {"split": TextDocuments([[1, 2, 3], [4, 6]], longest=8)},
         {"split": None},
@@ -90,6 +90,8 @@ def test_every_input_of_an_answer_is_in_the_key(tmp_path: Path) -> None:
         {"everyday": TextDocuments([[1, 2]], longest=8)},
         {"prompts": [[1], [2, 3]]},
         {"prompts": [[1, 2]]},
+        {"hinted": [[6]]},
+        {"ordinary": [[6]]},
         {"num_compared": 4},
         {"stop_ids": [0, 1]},
         {"answer_tokens": 33},

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunewell.evaluation.behaviour import Sample, find_faults
+from tunewell.evaluation.behaviour import JudgedAnswer, find_faults
 
 ASKED = "When is the application deadline for Alderhollow College?"
 DUE = "The application deadline of Alderhollow College is 15 January."
@@ -13,7 +13,7 @@ DUE = "The application deadline of Alderhollow College is 15 January."
 def judged(text, *, ended=True, question=ASKED, reference=DUE, control=(), ids=None):
     """Judge an answer whose tokens are its words."""
     numbers = [sum(map(ord, word)) for word in text.split()] if ids is None else ids
-    return find_faults(Sample(text, numbers, ended, question, reference, control_texts=control))
+    return find_faults(JudgedAnswer(text, numbers, ended, question, reference, control_texts=control))
 
 
 def test_a_good_answer_has_no_fault():
@@ -234,7 +234,7 @@ def test_control_tokens_count_unless_the_reference_has_them():
 @given(st.text(max_size=120), st.booleans(), st.text(max_size=60))
 def test_a_reference_given_as_the_answer_has_no_fault(text, ended, question):
     """Guards every check at once: what is learned from is no fault, but for silence and for what never ends."""
-    found = find_faults(Sample(text, list(map(ord, text)), ended, question, text))
+    found = find_faults(JudgedAnswer(text, list(map(ord, text)), ended, question, text))
     assert set(found) <= {"ends_at_once", "empty"} | (set() if ended else {"loops", "no_stop"})
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tunewell.core.text import detect_language
-from tunewell.evaluation.session import everyday_texts
+from tunewell.evaluation.forgetting import everyday_texts
 
 
 def test_there_are_forty_passages_of_ordinary_length():

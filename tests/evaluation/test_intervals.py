@@ -7,16 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.clusters import find_clusters
 from tunewell.evaluation.comparison import Column, ColumnAnswer, compare_columns
 from tunewell.evaluation.intervals import (
+    LEVEL,
     compare_pair,
     difference_interval,
     holm,
     share_interval,
     sign_flip_p,
 )
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -137,3 +138,25 @@ def test_clusters_are_facts_and_pages():
     moods = [ReferenceRow(f"What is the sentiment of: {text}?", "The sentiment is positive.") for text in texts]
     moods += [ReferenceRow(f"What is the sentiment of: {text}!", "The sentiment is negative.") for text in texts]
     assert find_clusters(answer_keys(moods)) == list(range(10)), "texts with the same label are not one fact"
+
+
+@pytest.mark.parametrize("number", [5, 10, 20, 40, 100])
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 1.0])
+def test_a_difference_that_does_not_exist_is_shown_in_2_5_percent_of_the_cases_at_most(number, share):
+    """Enumerates all outcomes of two equal models whose answers differ in this share of the questions."""
+
+    def is_shown(different, better):
+        values = [1.0] * better + [-1.0] * (different - better) + [0.0] * (number - different)
+        return different > 0 and 2 * better > different and sign_flip_p(values, range(number)) <= LEVEL
+
+    total = 0.0
+    for different in range(1, number + 1):
+        shown = list(range(different // 2, different + 1))
+        # The more are better, the clearer: find the smallest number that is shown.
+        low, high = 0, len(shown)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_shown(different, shown[middle]) else (middle + 1, high)
+        chance = math.comb(number, different) * share**different * (1 - share) ** (number - different)
+        total += chance * sum(math.comb(different, better) for better in shown[low:]) / 2**different
+    assert total <= 0.0255, "the random flips of more than 13 clusters add at most 2% of it"

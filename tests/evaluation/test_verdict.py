@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 
 from tunewell.config.keys import all_keys
 from tunewell.config.rules import VerdictRules
+from tunewell.evaluation.intervals import compare_pair, compare_sums, difference_record
 from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, count_answers
-from tunewell.evaluation.verdict import REASON_CODES, decide_verdict, thresholds
-from tunewell.records.report import Answer, AnsweredQuestion, LogitChange, LossPair
+from tunewell.evaluation.reasons import loss_notes
+from tunewell.evaluation.verdict import REASON_CODES, changed_rules, decide_verdict, thresholds
+from tunewell.records.report import Answer, AnsweredQuestion, ConstantAnswer, Forgotten, LogitChange, LossPair
 
 RULES = VerdictRules()
 GOOD = Answer(text="It is 15 January.", num_tokens=6, ended=True, contains=True, f1=0.7, right=True)
-WRONG = Answer(text="It is 1 March.", num_tokens=6, ended=True, f1=0.3)
+WRONG = Answer(text="It is 1 March.", num_tokens=6, ended=True, f1=0.3, right=False)
+UNJUDGED = Answer(text="A long text.", num_tokens=6, ended=True, right=None)
 FAULTS = ["empty", "ends_at_once", "loops", "echo", "no_stop", "other_language", "control_tokens"]
 
 
@@ -39,26 +42,44 @@ def curve(*losses):
     return [(10 * number, value) for number, value in enumerate(losses, 1)]
 
 
+def lower(by, number=40):
+    """The base model's loss is higher by this much on each of some documents, with some noise."""
+    return compare_sums([by + 0.1 * (-1) ** n for n in range(number)], [1.0] * number, names=("a", "b"))
+
+
 HEALTHY = Measurements(
     change=LogitChange(largest=9.0, prompts=8, same_first_token=1),
     held_out=loss(2.09, 0.03),
     everyday=LossPair(name="everyday", documents=40, tokens=2600, base=3.10, tuned=3.35),
-    vocab_size=49_152,
+    loss_difference=lower(2.0),
+    task="facts",
+    min_right=0.5,
     train_curve=curve(2.1, 1.0, 0.4, 0.1, 0.05, 0.04, 0.03, 0.03, 0.02, 0.02),
     held_out_curve=curve(1.9, 1.0, 0.3, 0.1, 0.05, 0.04, 0.03, 0.03, 0.03, 0.03),
     evaluated_step=100,
     questions=[asked(GOOD)] * 40,
+    num_held_out=40,
     is_adapter=True,
     learning_rate=1e-3,
     epochs=5.0,
 )
-
-
-KNOWN_BEFORE = [asked(GOOD, base=GOOD)] * 40
+TEXT = replace(
+    HEALTHY, task="text", min_right=None, held_out=loss(2.0, 1.0), questions=[asked(UNJUDGED, base=UNJUDGED)] * 40
+)
 
 
 def with_answers(*saids, **others):
     return replace(HEALTHY, questions=[asked(said) for said in saids], **others)
+
+
+def forgotten(name, base, tuned, is_damaged=True):
+    return Forgotten(name=name, base=base, tuned=tuned, limit=0.1, is_damaged=is_damaged, result=f"{base} -> {tuned}")
+
+
+def constant(right, tuned):
+    """Always answering the same is right for some of the questions, by place; so is the tuned model."""
+    found = compare_pair(tuned, right, range(len(right)))
+    return ConstantAnswer(text="yes", right=sum(right), judged=len(right), difference=difference_record(found))
 
 
 def codes(facts, rules=RULES):
@@ -70,17 +91,11 @@ def test_a_healthy_model_passes_with_its_figures_in_one_sentence():
     verdict = decide_verdict(HEALTHY, RULES)
     assert (verdict.level, verdict.reasons) == ("PASS", [])
     assert verdict.summary == (
-        "40 of 40 held-out questions answered right (base: 0), held-out loss 2.09 -> 0.03, everyday text 3.10 -> 3.35"
+        "40 of 40 answers right (base: 0), held-out loss 2.09 -> 0.03, everyday text 3.10 -> 3.35"
     )
 
 
-OVER_FITTED = replace(
-    HEALTHY,
-    held_out=loss(2.0, 0.6),
-    train_curve=curve(2.0, 0.9, 0.3, 0.1, 0.04, 0.02, 0.01, 0.01, 0.01, 0.01),
-    held_out_curve=curve(1.4, 0.8, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3),
-    evaluated_step=30,
-)
+HALF = [True, False] * 20
 SICK = {
     "NaN in a tensor": (replace(HEALTHY, bad_weights={"model.embed": 3}), "FAIL", "weights_not_finite"),
     "NaN loss": (replace(HEALTHY, held_out=loss(2.0, math.nan)), "FAIL", "loss_not_finite"),
@@ -112,33 +127,48 @@ SICK = {
         "FAIL",
         "never_stops",
     ),
-    "over-fitted, best judged": (OVER_FITTED, "WEAK", "over_fitted"),
-    "over-fitted, above the base": (
-        replace(OVER_FITTED, held_out=loss(1.0, 1.3), evaluated_step=100, questions=KNOWN_BEFORE),
-        "FAIL",
-        "over_fitted",
+    "forgets": (replace(HEALTHY, forgotten=[forgotten("everyday text", 3.1, 6.4)]), "WEAK", "forgets"),
+    "follows nothing any more": (
+        replace(HEALTHY, forgotten=[forgotten("everyday instructions", 0.5, 0.1)]),
+        "WEAK",
+        "forgets_instructions",
     ),
-    "forgets": (replace(HEALTHY, everyday=loss(3.1, 6.4)), "FAIL", "forgets"),
-    "forgets a little": (replace(HEALTHY, everyday=loss(3.1, 5.0)), "WEAK", "forgets"),
-    "learns nothing": (replace(HEALTHY, held_out=loss(2.0, 2.0), questions=KNOWN_BEFORE), "FAIL", "not_learned"),
-    "gets worse": (replace(HEALTHY, held_out=loss(2.0, 2.6), questions=KNOWN_BEFORE), "FAIL", "not_learned"),
-    "gets worse in words, better in answers": (replace(HEALTHY, held_out=loss(2.0, 2.6)), "WEAK", "not_learned"),
-    "one source gets worse": (
-        replace(HEALTHY, by_source=[loss(2.0, 0.1), loss(2.0, 2.4)]),
+    "refuses": (replace(HEALTHY, forgotten=[forgotten("replies", 1.0, 0.1)]), "WEAK", "refuses"),
+    "none of 20 right": (with_answers(*[WRONG] * 20), "FAIL", "none_right"),
+    "few right": (with_answers(*[WRONG] * 25, *[GOOD] * 15), "WEAK", "few_right"),
+    "one of 20 right": (with_answers(*[WRONG] * 19, GOOD), "UNPROVEN", "no_better_than_base"),
+    "base is better": (
+        replace(HEALTHY, questions=[asked(WRONG, base=GOOD)] * 15 + [asked(GOOD, base=GOOD)] * 25),
+        "FAIL",
+        "no_better_than_base",
+    ),
+    "the base knows it": (replace(HEALTHY, questions=[asked(GOOD, base=GOOD)] * 40), "UNPROVEN", "no_better_than_base"),
+    "as good as a constant answer": (
+        replace(HEALTHY, constant=constant(HALF, HALF)),
+        "UNPROVEN",
+        "majority_only",
+    ),
+    "worse than a constant answer": (
+        replace(HEALTHY, constant=constant([True] * 40, HALF)),
+        "FAIL",
+        "majority_only",
+    ),
+    "five of five right": (with_answers(*[GOOD] * 5), "UNPROVEN", "no_better_than_base"),
+    "text, worse": (replace(TEXT, held_out=loss(2.0, 2.6), loss_difference=lower(-0.6)), "FAIL", "not_learned"),
+    "text, no difference": (
+        replace(TEXT, held_out=loss(2.0, 2.0), loss_difference=lower(0.0)),
+        "UNPROVEN",
+        "not_enough_evidence",
+    ),
+    "text, gains little": (
+        replace(TEXT, held_out=loss(2.0, 1.95), loss_difference=lower(0.05)),
         "WEAK",
         "little_gain",
     ),
-    "gains little": (replace(HEALTHY, held_out=loss(2.0, 1.95)), "WEAK", "little_gain"),
-    "few right": (with_answers(*[WRONG] * 25, *[GOOD] * 15), "WEAK", "few_right"),
-    "base is better": (
-        replace(HEALTHY, questions=[asked(WRONG, base=GOOD)] * 15 + [asked(GOOD, base=GOOD)] * 25),
-        "WEAK",
-        "no_better_than_base",
-    ),
-    "one document": (replace(HEALTHY, held_out=loss(2.0, 0.1, 1), questions=[]), "UNPROVEN", "not_enough_evidence"),
+    "text, one document": (replace(TEXT, held_out=loss(2.0, 0.1, 1), questions=[]), "UNPROVEN", "not_enough_evidence"),
     "nothing at all": (Measurements(), "UNPROVEN", "not_enough_evidence"),
-    "no base and no short reference": (
-        Measurements(held_out=loss(None, 0.5), questions=[asked(GOOD, base=None, reference="word " * 50)] * 9),
+    "right answers, but no base": (
+        replace(HEALTHY, questions=[asked(GOOD, base=None)] * 9),
         "UNPROVEN",
         "not_enough_evidence",
     ),
@@ -151,7 +181,8 @@ def test_a_sick_model_is_told_its_own_reason_first(name):
     facts, level, code = SICK[name]
     verdict = decide_verdict(facts, RULES)
     assert (verdict.level, verdict.reasons[0].code) == (level, code)
-    assert verdict.summary.lower().startswith(REASON_CODES[code])
+    lead = REASON_CODES[code] if code != "not_enough_evidence" else ""
+    assert verdict.summary.lower().startswith(lead)
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -159,9 +190,9 @@ def test_a_reason_has_numbers_and_something_to_do(name):
     """Guards the promise of a verdict one can act on: figures, and keys that exist."""
     facts, _, _ = SICK[name]
     for reason in decide_verdict(facts, RULES).reasons:
-        assert re.search(r"\d", reason.what) and reason.what.endswith(".")
+        assert reason.what.endswith(".") and (re.search(r"\d", reason.what) or "no base model" in reason.what)
         keys = re.findall(r"`((?:train|method|data|template|evaluate|verdict)\.\w+)", reason.next)
-        assert keys or "`tunewell " in reason.next
+        assert keys or "`tunewell " in reason.next or "report" in reason.next
         assert [key for key in keys if key not in all_keys()] == []
 
 
@@ -172,32 +203,17 @@ def test_every_code_can_come_first():
 
 FINE = {
     "one slip in ten": with_answers(faulty("loops"), *[GOOD] * 9),
-    "one slip in five": with_answers(faulty("no_stop", right=True), *[GOOD] * 4),
-    "trained from nothing, everyday text is strange": replace(
-        HEALTHY, everyday=loss(10.6, 30.0), held_out=loss(10.8, 2.0)
+    "a few questions lost": replace(HEALTHY, questions=[asked(WRONG, base=GOOD)] * 3 + [asked(GOOD, base=WRONG)] * 37),
+    "a higher loss, but more right answers": replace(HEALTHY, held_out=loss(2.0, 2.6), loss_difference=lower(-0.6)),
+    "long references beside short ones": replace(
+        HEALTHY, questions=[asked(GOOD)] * 20 + [asked(UNJUDGED, base=UNJUDGED)] * 20
     ),
-    "the base was already good": replace(HEALTHY, held_out=loss(0.05, 0.052), questions=[asked(GOOD, base=GOOD)] * 40),
-    "one question lost by chance": replace(
-        HEALTHY, questions=[asked(WRONG, base=GOOD)] * 3 + [asked(GOOD, base=GOOD)] * 37
-    ),
-    "long references are not right or wrong": replace(
-        HEALTHY, questions=[asked(WRONG, base=WRONG, reference="word " * 50)] * 40
-    ),
-    "held-out loss wavers": replace(HEALTHY, held_out_curve=curve(1.9, 0.5, 0.20, 0.21, 0.25, 0.20, 0.22)),
-    "held-out loss rises by next to nothing": replace(HEALTHY, held_out_curve=curve(1.9, 0.5, 0.10, 0.12, 0.15, 0.18)),
-    "more right, in other words than the references": replace(
-        HEALTHY,
-        questions=[asked(GOOD.model_copy(update={"f1": 0.2}), base=WRONG)] * 10
-        + [asked(GOOD.model_copy(update={"f1": 0.2}), base=GOOD)] * 10,
-    ),
-    "held-out loss rises while the training loss is far from nothing": replace(
-        HEALTHY, train_curve=curve(2.0, 1.5, 1.2, 1.1), held_out_curve=curve(1.8, 1.5, 1.9), held_out=loss(2.5, 1.5)
-    ),
+    "texts with a lower loss": TEXT,
+    "little forgotten": replace(HEALTHY, forgotten=[forgotten("replies", 1.0, 0.95, is_damaged=False)]),
+    "better than a constant answer": replace(HEALTHY, constant=constant([False] * 40, [True] * 40)),
     "a noisy last step": replace(
         HEALTHY, train_curve=[(1, 2.0), *[(step, math.nan) for step in range(2, 9)], (9, 0.1)]
     ),
-    "no curves, no everyday text, no change": Measurements(held_out=loss(2.0, 1.0)),
-    "no base, but right answers": Measurements(held_out=loss(None, 0.5), questions=[asked(GOOD, base=None)] * 9),
     "the base's loss is not finite": replace(HEALTHY, held_out=loss(math.nan, 0.5)),
 }
 
@@ -211,12 +227,12 @@ def test_a_healthy_model_is_not_accused(name):
 def test_what_a_cause_explains_is_left_out():
     """Guards against a list of ten reasons for one mistake."""
     everything = replace(
-        OVER_FITTED,
+        HEALTHY,
         held_out=loss(1.0, 1.3),
-        everyday=loss(3.0, 9.0),
+        forgotten=[forgotten("everyday text", 3.0, 9.0)],
         questions=[asked(faulty("loops", "no_stop"), base=GOOD)] * 40,
     )
-    assert codes(everything) == ["loops", "never_stops", "over_fitted", "forgets"]
+    assert codes(everything) == ["loops", "never_stops", "forgets"]
     assert codes(replace(everything, bad_weights={"x": 1, "y": 2})) == ["weights_not_finite"]
     broken = replace(everything, bad_weights={"x": 1}, held_out=loss(1.0, math.nan))
     assert codes(broken) == ["weights_not_finite"]
@@ -225,24 +241,32 @@ def test_what_a_cause_explains_is_left_out():
     ]
 
 
-def test_over_fitting_says_which_step_was_best_and_which_is_judged():
-    """Guards the sentence a person decides by."""
-    best = decide_verdict(OVER_FITTED, RULES).reasons[0]
-    assert "0.60 at step 30 to 1.30 at step 100 (this is step 30, the best)" in best.what
-    assert "`evaluate.patience: 2` or `train.epochs: 1.5`" in best.next
-    last = decide_verdict(replace(OVER_FITTED, held_out=loss(1.0, 1.3), evaluated_step=100), RULES).reasons[0]
-    assert "(this is step 100; step 30 was the best)" in last.what
-    assert "1.30 is above the base model's 1.00" in last.what
+def test_a_rising_loss_is_a_note_with_the_best_step():
+    """Guards the witness that misled: for labels, the loss rises while more answers are right."""
+    rising = replace(HEALTHY, held_out_curve=curve(1.4, 0.8, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3), evaluated_step=30)
+    assert codes(rising) == []
+    assert loss_notes(rising, RULES) == [
+        "the held-out loss rose from 0.60 at step 30 to 1.30 at step 100; this is step 30, the best"
+    ]
+    assert loss_notes(rising, VerdictRules(max_rise=2.0)) == [] == loss_notes(HEALTHY, RULES)
+    [source] = loss_notes(replace(HEALTHY, by_source=[loss(2.0, 0.1), loss(2.0, 2.4)]), RULES)
+    assert source == "the loss rose on 1 source: `held out` 2.00 -> 2.40"
 
 
-def test_very_few_questions_or_documents_never_fail_a_model():
+def test_damage_is_in_the_sentence_of_the_verdict():
+    """Guards a WEAK for few right answers that hides a model which forgot everything else."""
+    facts = with_answers(*[WRONG] * 25, *[GOOD] * 15, forgotten=[forgotten("everyday text", 3.0, 9.0)])
+    assert decide_verdict(facts, RULES).summary.startswith("The model forgot everyday language: ")
+    unproven = replace(SICK["one of 20 right"][0], forgotten=[forgotten("replies", 1.0, 0.1)])
+    assert "; the model refuses everyday questions: " in decide_verdict(unproven, RULES).summary
+
+
+def test_very_few_questions_never_fail_a_model_by_their_faults():
     """Guards against a FAIL from one answer in two."""
     few = with_answers(*[faulty("ends_at_once")] * (FEW_QUESTIONS - 1))
-    assert decide_verdict(few, RULES).level == "WEAK" and "fewer than 5" in decide_verdict(few, RULES).reasons[0].what
+    reasons = {reason.code: reason for reason in decide_verdict(few, RULES).reasons}
+    assert reasons["answers_nothing"].level == "WEAK" and "fewer than 5" in reasons["answers_nothing"].what
     assert decide_verdict(with_answers(*[faulty("ends_at_once")] * FEW_QUESTIONS), RULES).level == "FAIL"
-    worse = loss(1.0, 2.0, FEW_QUESTIONS - 1)
-    assert decide_verdict(Measurements(held_out=worse), RULES).level == "UNPROVEN"
-    assert decide_verdict(replace(OVER_FITTED, held_out=worse), RULES).level == "WEAK", "40 questions were answered"
 
 
 def test_the_rules_of_the_config_are_followed():
@@ -250,10 +274,9 @@ def test_the_rules_of_the_config_are_followed():
     slips = with_answers(faulty("loops"), *[GOOD] * 39)
     assert codes(slips, VerdictRules(max_faults=0.0)) == ["loops"]
     assert codes(with_answers(*[faulty("echo", right=True)] * 8, *[GOOD] * 32), VerdictRules(max_faults=0.2)) == []
-    assert codes(SICK["few right"][0], VerdictRules(min_right=0.0)) == []
-    assert codes(SICK["gains little"][0], VerdictRules(min_gain=0.0)) == []
-    assert codes(SICK["forgets"][0], VerdictRules(max_forgetting=1.5)) == []
-    assert codes(OVER_FITTED, VerdictRules(max_rise=2.0)) == []
+    assert codes(SICK["text, gains little"][0], VerdictRules(min_gain=0.0)) == []
+    assert changed_rules(RULES) == []
+    assert changed_rules(VerdictRules(min_right=0.2)) == ["min_right 0.2 (usually auto)"]
 
 
 def test_an_example_shows_what_was_asked_and_said():
@@ -273,50 +296,27 @@ def test_the_next_value_is_named_where_the_present_one_is_known():
     assert "`train.learning_rate` to a third of its value" in decide_verdict(unknown, RULES).reasons[0].next
 
 
-def test_too_few_rows_say_how_many_to_hold_out():
-    """`data.held_out: 0.1` of 40 rows gave three: the advice must name a share that helps."""
-    one = replace(HEALTHY, held_out=loss(2.0, 0.1, 1), questions=[asked(GOOD)], num_rows=40, model_path="run")
-    verdict = decide_verdict(one, RULES)
-    assert verdict.level == "UNPROVEN" and verdict.summary == (
-        "Cannot tell: only 1 question was held out; at least 5 are needed."
-    )
-    assert verdict.reasons[0].next == (
-        "Test this model on 5 or more other questions: `tunewell validate run --data FILE`. Or set `data.held_out: "
-        "auto` in tunewell.yaml, which holds out 10 of your 40 rows, and run `tunewell train --out run2`."
-    )
-    few = decide_verdict(replace(one, num_rows=12), RULES).reasons[0].next
-    assert few.endswith("Or add 8 rows to your 12, and run `tunewell train --out run2`.")
-    assert decide_verdict(replace(one, num_rows=None), RULES).reasons[0].next == (
-        "Test this model on 5 or more other questions: `tunewell validate run --data FILE`."
-    )
-    large = decide_verdict(replace(one, num_rows=4000), RULES).reasons[0].next
-    assert "`data.held_out: auto` in tunewell.yaml, which holds out 200 of your 4,000 rows" in large
-    file = decide_verdict(replace(one, test_file="held.jsonl"), RULES).reasons[0].next
-    assert file == "Use a test file with more rows: `tunewell validate run --data FILE`."
-
-
-def test_four_rows_prove_nothing_and_five_may():
-    """A model that is no better than its base is better on all of four rows in 1 of 16 cases."""
-    four, five = (replace(HEALTHY, held_out=loss(2.0, 0.1, number), questions=[]) for number in (4, 5))
-    assert [decide_verdict(facts, RULES).level for facts in (four, five)] == ["UNPROVEN", "PASS"]
-    broken = replace(four, bad_weights={"layer": 3})
-    assert decide_verdict(broken, RULES).level == "FAIL", "weights that are NaN need no rows"
-
-
-def test_answers_further_from_long_references_than_the_bases_are_seen():
-    """Guards data without short references, where only F1 can tell."""
-    page = "word " * 50
-    questions = [asked(WRONG, base=GOOD.model_copy(update={"right": False}), reference=page)] * 20
-    assert codes(replace(HEALTHY, questions=questions)) == ["no_better_than_base"]
+def test_an_unproven_verdict_says_how_many_questions_were_asked_and_would_decide():
+    """Guards a verdict that only says that it does not know."""
+    some = [asked(GOOD, base=GOOD)] * 16 + [asked(GOOD)] * 3 + [asked(WRONG, base=GOOD)]
+    facts = replace(HEALTHY, questions=some, num_held_out=60, model_path="run")
+    [reason] = decide_verdict(facts, RULES).reasons
+    assert "20 questions asked of 60 held-out rows; a difference of this size needs about" in reason.what
+    assert "`tunewell validate run --set verdict.questions=60`" in reason.next
+    assert "The base model alone reaches the threshold: no training was needed" in reason.what
+    [file] = decide_verdict(replace(facts, num_held_out=20, test_file="held.jsonl"), RULES).reasons
+    assert file.next == "Use a test file with more rows: `tunewell validate run --data FILE`."
+    [more] = decide_verdict(replace(facts, num_held_out=20, num_rows=4000), RULES).reasons
+    assert "hold out 200 of 4,000 rows (`data.held_out: auto`)" in more.next
 
 
 def test_wordings_of_three_facts_do_not_show_that_the_base_is_better():
     """Guards the test of answers: twelve questions on three facts are three observations."""
+    known = [asked(GOOD, base=GOOD)] * 40
     lost = [asked(WRONG, base=GOOD)] * 12
     facts = [each.model_copy(update={"cluster": index // 4}) for index, each in enumerate(lost)]
-    kept = replace(HEALTHY, questions=[*lost, *KNOWN_BEFORE])
-    assert "no_better_than_base" in codes(kept)
-    assert "no_better_than_base" not in codes(replace(HEALTHY, questions=[*facts, *KNOWN_BEFORE]))
+    assert decide_verdict(replace(HEALTHY, questions=[*lost, *known]), RULES).level == "FAIL"
+    assert decide_verdict(replace(HEALTHY, questions=[*facts, *known]), RULES).level == "UNPROVEN"
 
 
 def test_a_tally_counts_every_answer_once():
@@ -329,10 +329,12 @@ def test_a_tally_counts_every_answer_once():
 
 def test_every_threshold_comes_with_the_reason_its_key_gives():
     """Guards the promise that no number comes without a reason."""
-    shown = thresholds(VerdictRules(min_right=0.7))
-    assert set(shown) == {"min_gain", "min_right", "max_faults", "max_rise", "max_forgetting"}
+    shown = thresholds(VerdictRules(min_right=0.7), HEALTHY)
+    assert set(shown) == {"min_gain", "min_right", "max_faults", "max_rise", "max_forgetting", "max_lost"}
     assert shown["min_right"].value == 0.7
     assert shown["min_right"].because == all_keys()["verdict.min_right"].doc
+    task = thresholds(RULES, HEALTHY)["min_right"]
+    assert task.value == 0.5 and task.because == "the threshold of the task `facts`"
 
 
 SAIDS = st.builds(
@@ -350,7 +352,9 @@ FACTS = st.builds(
     ),
     held_out=st.one_of(st.none(), st.builds(loss, st.none() | LOSSES, LOSSES, st.integers(0, 50))),
     everyday=st.one_of(st.none(), st.builds(loss, st.none() | LOSSES, LOSSES)),
-    vocab_size=st.sampled_from([None, 256, 50_000]),
+    loss_difference=st.none() | st.builds(lower, st.floats(-2, 2), st.integers(1, 40)),
+    min_right=st.sampled_from([None, 0.0, 0.5]),
+    forgotten=st.lists(st.sampled_from([forgotten("replies", 1.0, 0.1), forgotten("everyday text", 3.0, 3.1, False)])),
     train_curve=st.lists(LOSSES, max_size=12).map(lambda losses: curve(*losses)),
     held_out_curve=st.lists(LOSSES, max_size=12).map(lambda losses: curve(*losses)),
     evaluated_step=st.none() | st.integers(0, 120),
@@ -360,6 +364,7 @@ FACTS = st.builds(
     epochs=st.none() | st.floats(0.1, 10),
 )
 RANK = {"PASS": 0, "UNPROVEN": 1, "WEAK": 1, "FAIL": 2}
+"""WEAK and UNPROVEN say different things; neither is better."""
 
 
 @given(FACTS)
@@ -370,7 +375,7 @@ def test_a_verdict_is_as_bad_as_its_worst_reason(facts):
     order = ["FAIL", "UNPROVEN", "WEAK"]
     assert verdict.level == min(levels, key=order.index, default="PASS")
     ranks = [(order.index(reason.level), list(REASON_CODES).index(reason.code)) for reason in verdict.reasons]
-    assert ranks == sorted(set(ranks))
+    assert ranks == sorted(ranks)
     assert verdict.summary and "\n" not in verdict.summary
     assert verdict.level != "PASS" or facts.held_out is not None or facts.questions
 
@@ -385,16 +390,6 @@ def test_one_more_fault_never_improves_a_verdict(facts, place, fault):
     worse = [*facts.questions]
     worse[place] = exchange.model_copy(update={"tuned": said})
     after = decide_verdict(replace(facts, questions=worse), RULES).level
-    assert RANK[after] >= RANK[decide_verdict(facts, RULES).level]
-
-
-@given(FACTS, st.floats(1.0, 5.0))
-def test_a_higher_held_out_loss_never_improves_a_verdict(facts, times):
-    """Guards the rules for losses against a gap between two of them."""
-    if facts.held_out is None:
-        return
-    higher = facts.held_out.model_copy(update={"tuned": facts.held_out.tuned * times})
-    after = decide_verdict(replace(facts, held_out=higher), RULES).level
     assert RANK[after] >= RANK[decide_verdict(facts, RULES).level]
 
 

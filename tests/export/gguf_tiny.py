@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tiny import CHATML, write_tiny_model
 from tokenizer_references import random_texts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tunewell.data.tokenizers.load import load_tokenizer
+from tunewell.export.gguf import write
+from tunewell.export.gguf.write import GgufPlan, GgufSource
 from tunewell.model_files.files import locate
 from tunewell.models.gguf import read_gguf_config, read_gguf_weights
 
@@ -121,6 +124,25 @@ def save(model: PreTrainedModel, folder: Path, **how: Any) -> Path:
     """Write a model folder with the tiny byte-level tokenizer."""
     model.save_pretrained(folder, **how)
     return write_tiny_model(folder)
+
+
+def write_gguf(
+    folder: Path, target: Path, *, name: str | None = None, license: str | None = None, **how: Any
+) -> GgufPlan:
+    """Write the model of a folder as a GGUF file."""
+    return write.write_gguf(_source(folder, name or folder.name, license), target, **how)
+
+
+def plan_file(folder: Path, kind: str) -> GgufPlan:
+    """Plan a GGUF file for the model of a folder."""
+    return write.plan_file(_source(folder, folder.name), kind)
+
+
+def _source(folder: Path, name: str, license: str | None = None) -> GgufSource:
+    files = sorted(folder.glob("model*.safetensors"))
+    tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    config = json.loads((folder / "config.json").read_text())
+    return GgufSource(tensors, config, load_tokenizer(folder), name, license)
 
 
 def logits(model: PreTrainedModel, ids: Sequence[int] = IDS) -> np.ndarray:

@@ -18,7 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.export.proof.gguf import _answer
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.methods.lora import Lora, LoraLinear
-from tunewell.records.parity import Parity, Question, read_proof
+from tunewell.records.parity import Parity, ProofQuestion, read_proof
 from tunewell.workflows.export import export
 from tunewell.workflows.verify import verify
 
@@ -340,7 +340,8 @@ def test_a_drafted_answer_is_the_answer_that_llama_cpp_writes_alone(whole: Path)
         for stops in ((), {own[8]}, {other}):
             expected = model.generate(ids, max_new_tokens=12, stop_ids=stops)
             found = [
-                _answer(model, Question(ids=ids, answer=draft, ended=False, text=""), 12, stops) for draft in drafts
+                _answer(model, ProofQuestion(ids=ids, answer=draft, ended=False, text=""), 12, stops)
+                for draft in drafts
             ]
             assert {tuple(answer.ids) for answer in found} == {tuple(expected)}
             assert {answer.ended for answer in found} == {expected.ended == "end"}

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from corpora import write_rows
 from tunewell.cli.main import main
 from tunewell.core import child
 from tunewell.core.errors import UserError
+from tunewell.core.progress import silent
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export import proof_process as process
 from tunewell.export import prove, staging
@@ -237,10 +237,14 @@ def test_without_llama_cpp_a_gguf_cannot_be_tried(
 
 
 class FakeProcess:
-    """A process that runs `act` when it is waited for, with what was written to its stdin."""
+    """A process that has written something to its stdout, and ends with this code when it is waited for."""
 
-    def __init__(self, act: Callable[[str], int]) -> None:
-        self.stdin, self.stdout, self._act = io.StringIO(), io.StringIO("noise\n"), act
+    def __init__(self, exit_code: int, message: Any = None) -> None:
+        self.stdin, self.stdout, self._exit_code = (
+            io.StringIO(),
+            io.StringIO(f"noise\n{json.dumps(message)}\n"),
+            exit_code,
+        )
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -248,7 +252,7 @@ class FakeProcess:
 
     def wait(self) -> int:
         if self._code is None:
-            self._code = self._act(self.stdin.getvalue())
+            self._code = self._exit_code
         return self._code
 
     def kill(self) -> None:
@@ -256,18 +260,17 @@ class FakeProcess:
 
 
 def test_the_error_of_the_proving_process_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def act(sent: str) -> int:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(sent))
-        return prove.main()
-
-    monkeypatch.setattr(child.subprocess, "Popen", lambda *_, **__: FakeProcess(act))
+    with pytest.raises(UserError) as raised:
+        prove._prove_request({"folder": str(tmp_path), "allow_pickle": False}, silent)
+    error = {"what": raised.value.what, "where": raised.value.where, "fix": raised.value.fix}
+    monkeypatch.setattr(child.subprocess, "Popen", lambda *_, **__: FakeProcess(2, {"error": error}))
     with pytest.raises(UserError, match=r"could not be verified: .* is not an export") as caught:
         process.ProofProcess().prove(tmp_path)
     assert "tunewell export" in str(caught.value.fix) and "exited with code 2" in str(caught.value.where)
 
 
 def test_a_proving_process_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child.subprocess, "Popen", lambda *_, **__: FakeProcess(lambda _: -9))
+    monkeypatch.setattr(child.subprocess, "Popen", lambda *_, **__: FakeProcess(-9))
     with pytest.raises(UserError, match="could not be verified") as caught:
         process.ProofProcess().prove(tmp_path)
     assert "exited with code -9" in str(caught.value.where)
@@ -276,7 +279,7 @@ def test_a_proving_process_that_dies_is_reported(tmp_path: Path, monkeypatch: py
 def test_a_proving_process_without_work_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a process that waits for ever after an export that failed before its proof."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert prove.main() == 0
+    prove.main()
     with process.ProofProcess() as started:
         assert started._process.poll() is None
     assert started._process.poll() is not None

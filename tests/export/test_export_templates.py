@@ -209,7 +209,7 @@ def test_a_gguf_begins_texts_as_training_did(tuned: Path, tmp_path: Path) -> Non
 def test_a_first_token_that_belongs_there_is_still_added(tuned: Path, tmp_path: Path, template: str | None) -> None:
     _speaking(tuned, tmp_path, "", adds_bos=True)
     _change(tmp_path / "base" / "tokenizer_config.json", chat_template=template)
-    found = read_vocabulary(tmp_path / "base", num_rows=ROWS, config={})
+    found = read_vocabulary(load_tokenizer(tmp_path / "base"), num_rows=ROWS, config={})
     assert found.adds_bos and not any("begins without" in note for note in found.notes)
 
 

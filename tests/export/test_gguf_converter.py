@@ -14,9 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_tiny import CASES, save, tiny, write_pieces, write_smollm
-
-from tunewell.export.gguf.write import write_gguf
+from gguf_tiny import CASES, save, tiny, write_gguf, write_pieces, write_smollm
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
 # It knows a way of cutting text by a hash of the ids of one long text, so only real vocabularies have one: for tiny
@@ -83,7 +81,7 @@ def write_both(converter: Path, root: Path, models: dict[str, Path], *, is_named
     for case, folder in models.items():
         for kind in KINDS:
             facts = write_gguf(folder, root / f"{case}.{kind}.ours", kind=kind)
-            pre = None if is_named else facts.vocabulary.tokens.pre_tokenizer
+            pre = None if is_named else facts.vocabulary.fields["tokenizer.ggml.pre"]
             jobs.append({"folder": folder, "target": root / f"{case}.{kind}.theirs", "kind": kind, "pre": pre})
     convert(converter, root, jobs)
 

@@ -5,12 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from gguf_tiny import Runtime, logits, write_smollm
+from gguf_tiny import Runtime, logits, write_gguf, write_smollm
 from tokenizer_references import LlamaCpp
 from transformers import AutoModelForCausalLM
 
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.export.gguf.write import write_gguf
 
 TEXT = (
     "<|im_start|>user\nHow many days does a year have, and why are there leap years?<|im_end|>\n"

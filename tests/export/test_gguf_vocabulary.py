@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from gguf_tiny import save, tiny, write_pieces
+from gguf_tiny import save, tiny, write_gguf, write_pieces
 from tiny import CHATML, write_tiny_model
 from tokenizer_references import LlamaCpp, random_texts, train_byte_level
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tunewell.core.errors import UserError
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf.tokenizer import read_vocabulary
-from tunewell.export.gguf.write import write_gguf
 
 TEXTS = random_texts(300, seed=11)
 ASCII = [text for text in random_texts(2000, seed=12) if text.isascii()]
@@ -105,7 +104,7 @@ def test_cuts_are_recognised_as_real_files_spell_them(tmp_path, weights, vocabul
     backend = bpe(vocabulary, pre_tokenizer, whole_first=whole_first)
     folder = with_tokenizer(tmp_path / "model", weights, backend)
     facts = write_gguf(folder, tmp_path / "m.gguf", kind="f32")
-    assert facts.vocabulary.tokens.pre_tokenizer == expected
+    assert facts.vocabulary.fields["tokenizer.ggml.pre"] == expected
     is_near = expected in ("tekken", "gpt-4o")
     assert bool(facts.notes) == is_near
     assert different(tmp_path / "m.gguf", folder, ASCII if is_near else TEXTS) == []
@@ -125,7 +124,7 @@ def test_a_tokenizer_that_came_from_a_gguf_file_goes_back_into_one(tmp_path, wei
     folder = with_tokenizer(tmp_path / "model", weights, bpe(vocabulary, byte_level()))
     load_tokenizer(source).save(folder, CHATML)
     facts = write_gguf(folder, tmp_path / "m.gguf", kind="f32")
-    assert facts.vocabulary.tokens.pre_tokenizer == pre
+    assert facts.vocabulary.fields["tokenizer.ggml.pre"] == pre
     with LlamaCpp(source) as old, LlamaCpp(tmp_path / "m.gguf") as new:
         assert [text for text in TEXTS[:100] if old.encode(text) != new.encode(text)] == []
         assert old.encode("a", with_bos=True) == new.encode("a", with_bos=True)
@@ -238,7 +237,7 @@ def test_a_sentencepiece_model_gives_its_own_ids_in_llama_cpp(tmp_path, pieces):
 def test_a_conversation_behind_markers_has_the_ids_of_training_in_llama_cpp(tmp_path, pieces):
     """llama.cpp added a space behind each marker, so no export of a chat model with such a tokenizer was proven."""
     facts = write_gguf(pieces, tmp_path / "m.gguf", kind="f32")
-    assert facts.vocabulary.tokens.space_prefix is False
+    assert facts.vocabulary.fields["tokenizer.ggml.add_space_prefix"] is False
     chat = [f"<s><|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in ("hi there", " 12", "")]
     assert different(tmp_path / "m.gguf", pieces, chat, with_markers=True) == []
 
@@ -310,8 +309,8 @@ def test_a_tokenizer_json_as_transformers_makes_it_of_a_sentencepiece_model(tmp_
         backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
         more = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>", "chat_template": None}
         folder = with_tokenizer(tmp_path / f"model{number}", pieces, backend, **more)
-        vocabulary = read_vocabulary(folder, num_rows=1510, config={})
-        assert vocabulary.tokens.space_prefix is prefix
+        vocabulary = read_vocabulary(load_tokenizer(folder), num_rows=1510, config={})
+        assert vocabulary.fields["tokenizer.ggml.add_space_prefix"] is prefix
         write_gguf(folder, tmp_path / "m.gguf", kind="f32")
         texts = [text for text in TEXTS if not text.startswith((" ", "\u3000"))]
         assert different(tmp_path / "m.gguf", folder, texts) == [], number
@@ -319,7 +318,7 @@ def test_a_tokenizer_json_as_transformers_makes_it_of_a_sentencepiece_model(tmp_
 
 def refused(folder: Path, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        read_vocabulary(folder, num_rows=5000, config={})
+        read_vocabulary(load_tokenizer(folder), num_rows=5000, config={})
 
 
 @pytest.mark.parametrize(
@@ -354,7 +353,10 @@ def test_whole_words_before_merges_are_refused_only_where_it_matters(tmp_path, w
         if is_refused:
             refused(folder, "`ignore_merges` is true")
         else:
-            assert read_vocabulary(folder, num_rows=5000, config={}).tokens.pre_tokenizer == "qwen2"
+            assert (
+                read_vocabulary(load_tokenizer(folder), num_rows=5000, config={}).fields["tokenizer.ggml.pre"]
+                == "qwen2"
+            )
 
 
 def test_vocabularies_of_other_kinds_are_refused(tmp_path, weights, pieces):

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_tiny import write_gguf
 from llama_cpp_tiny import tiny_llama
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
@@ -21,7 +22,6 @@ from tunewell.core.errors import UserError
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf import weights
 from tunewell.export.gguf.quantize import choose_types
-from tunewell.export.gguf.write import write_gguf
 from tunewell.inference.llama_cpp.bindings import Parameters
 from tunewell.inference.llama_cpp.library import LlamaLibrary, find_llama
 from tunewell.model_files.files import locate

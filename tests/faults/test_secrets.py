@@ -4,8 +4,7 @@ from pathlib import Path
 
 from tunewell.records.events import EventLog
 from tunewell.records.rundir import Outcome, RunDir, write_outcome
-from tunewell.training.checkpoints import Checkpoints
-from tunewell.training.saved_checkpoints import State
+from tunewell.training.checkpoints import Checkpoints, State
 
 # Put together here, so that no scanner takes this file for a leak.
 PLANTED = [

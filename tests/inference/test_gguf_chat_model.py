@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_tiny import write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from parrots import write_parrot, write_random
@@ -12,7 +13,6 @@ from tunewell.cli.main import main
 from tunewell.cli.screens.chat import print_header
 from tunewell.core.errors import UserError
 from tunewell.data.text_pipeline import TextPipeline
-from tunewell.export.gguf.write import write_gguf
 from tunewell.inference.chat import Chat, ChatOptions
 from tunewell.inference.chat_model import ChatModel, open_chat_model, open_in_llama_cpp
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime

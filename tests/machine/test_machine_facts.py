@@ -55,7 +55,7 @@ def test_a_containers_share_of_the_cores_counts(tmp_path, monkeypatch, quota, mo
     """Guards containers on large machines: a process limited to one core must not start one thread for each of 64."""
     monkeypatch.setattr(facts, "num_cores", lambda: 64)
     (tmp_path / "cpu.max").write_text(quota + "\n", encoding="utf-8")
-    assert usable_cores(tmp_path) == min(64, most)
+    assert usable_cores(str(tmp_path)) == min(64, most)
 
 
 def test_a_containers_memory_is_all_there_is(tmp_path):
@@ -63,7 +63,7 @@ def test_a_containers_memory_is_all_there_is(tmp_path):
     (tmp_path / "memory.max").write_text("1073741824\n", encoding="utf-8")
     (tmp_path / "memory.current").write_text("805306368\n", encoding="utf-8")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 268435456\n", encoding="utf-8")
-    assert facts._ram(tmp_path) == (2**30, 2**29)
+    assert facts.main_memory(cgroup=str(tmp_path)) == (2**30, 2**29, 2**30)
 
 
 def test_second_threads_are_not_cores():

@@ -19,8 +19,8 @@ def test_the_table_of_nvidia_smi_is_parsed():
     answer = parse_gpus(text)
     assert answer.state == "ok" and answer.problem is None
     h200, grid, t4 = answer.gpus
-    assert (h200.capability, h200.free_bytes, h200.busy_share) == ((9, 0), 143_000 << 20, 0.03)
-    assert grid.capability is None and grid.memory_bytes == 0 and grid.busy_share is None
+    assert (h200.capability, h200.free_bytes) == ((9, 0), 143_000 << 20)
+    assert grid.capability is None and grid.memory_bytes == 0
     assert t4.capability == (7, 5) and t4.driver == "418.67"
     assert parse_gpus("").state == "ok" and parse_gpus("").gpus == ()
 

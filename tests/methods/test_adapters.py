@@ -97,7 +97,7 @@ def test_training_agrees_with_a_peft_loop_over_twenty_steps() -> None:
     base.set_attn_implementation("sdpa")
     adapter = Lora.apply(model, MethodSettings(rank=4, alpha=8), seed=3)
     config = LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=list(adapter.spec.targets), task_type="CAUSAL_LM"
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=adapter.config["target_modules"], task_type="CAUSAL_LM"
     )
     theirs = get_peft_model(base, config)
     begun = {name.replace(".weight", ".default.weight"): t for name, t in adapter.tensors().items()}

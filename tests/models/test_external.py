@@ -11,8 +11,9 @@ from tiny_models import logits, order, tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tunewell.core.errors import UserError
-from tunewell.model_files.facts import KeyMap, find_key_map, read_facts
+from tunewell.model_files.facts import read_facts
 from tunewell.model_files.presets import PRESETS, llama_settings
+from tunewell.model_files.weights import KeyMap, find_key_map
 from tunewell.models.external import split_rotary_pairs
 from tunewell.models.load import load_model
 
@@ -220,6 +221,6 @@ def test_a_key_map_may_be_absent_but_not_unreadable(tmp_path, monkeypatch):
     assert find_key_map(tmp_path / "m.pt") == KeyMap()
     (tmp_path / "m.keys.json").touch()
     denied = lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "denied"))  # noqa: E731
-    monkeypatch.setattr("tunewell.model_files.facts.read_text", denied)
+    monkeypatch.setattr("tunewell.model_files.weights.read_text", denied)
     with pytest.raises(UserError, match="cannot be read: denied"):
         find_key_map(tmp_path / "m.pt")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tunewell.model_files import facts as fingerprint
-from tunewell.model_files.facts import fingerprint_weights
+from tunewell.model_files import weights as fingerprint
+from tunewell.model_files.weights import fingerprint_weights
 
 MANY_BYTES = (16 << 20) + 12_345
 

@@ -8,7 +8,7 @@ import pytest
 from workloads import workload
 
 from tunewell.machine.facts import DeviceFacts
-from tunewell.planning.forecast import Measured, _everyday_tokens, predict
+from tunewell.planning.forecast import MeasuredRun, _everyday_tokens, predict
 from tunewell.planning.memory import CONTEXT_BYTES, compute_memory
 from tunewell.planning.speed import MeasuredSpeed, compute_speed
 
@@ -33,7 +33,7 @@ def test_dequantised_weights_are_counted_while_answers_are_generated():
     settings = {"method": {"rank": 16, "quantize": "nf4"}, "train": {"recompute": "on"}}
     work = workload("8b", tokens=8_192, compiling="off", **settings)
     work = replace(work, held_out_lengths=np.full(16, 185))
-    steps = Measured(int(10.8 * GiB), int(10.2 * GiB), work.largest_micro_batch, False, MeasuredSpeed(), "")
+    steps = MeasuredRun(int(10.8 * GiB), int(10.2 * GiB), work.largest_micro_batch, False, MeasuredSpeed(), "")
     for measured in (None, steps):
         memory = predict(work, measured=measured).prediction.memory
         assert memory.peak_bytes / GiB == pytest.approx(19.7, rel=0.05)
@@ -119,7 +119,7 @@ def test_real_steps_correct_the_arithmetic():
     """What a child process held replaces what was computed, and the computed difference is added for other sizes."""
     work = workload("23m", device=CPU, precision="fp32", compiling="off", tokens=2048)
     speed = MeasuredSpeed(start=1, load=2, check=3, eager_step=0.5, forward_token=1e-4, because="measured")
-    measured = Measured(3 * GiB, 3 * GiB, work.largest_micro_batch, False, speed, "real steps")
+    measured = MeasuredRun(3 * GiB, 3 * GiB, work.largest_micro_batch, False, speed, "real steps")
     prediction = predict(work, measured=measured).prediction
     assert prediction.is_measured
     assert prediction.memory.peak_bytes == 3 * GiB
@@ -134,7 +134,7 @@ def test_a_run_that_ends_before_its_layers_are_compiled_uses_half_the_micro_batc
     """Guards small models on a GPU: half the micro-batch takes as long, so early steps take twice as long."""
     work = workload("135m", compiling="auto", num_steps=110)
     speed = MeasuredSpeed(eager_step=0.15, because="measured")
-    measured = Measured(12 * GiB, 12 * GiB, work.largest_micro_batch, False, speed, "real steps")
+    measured = MeasuredRun(12 * GiB, 12 * GiB, work.largest_micro_batch, False, speed, "real steps")
     prediction = predict(work, measured=measured).prediction
     assert not prediction.is_compiled
     assert prediction.seconds.phases["steps"] == pytest.approx(30.3, rel=0.15)  # measured on an H200

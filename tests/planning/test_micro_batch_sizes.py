@@ -2,13 +2,13 @@
 
 from workloads import workload
 
-from tunewell.planning.forecast import Measured, predict
+from tunewell.planning.forecast import MeasuredRun, predict
 from tunewell.planning.speed import MeasuredSpeed
 from tunewell.runs.probe import ProbeResult, Size, sweep_sizes
 
 
 def _result(**rates: float) -> ProbeResult:
-    measured = Measured(1, 1, 1, False, MeasuredSpeed(), "")
+    measured = MeasuredRun(1, 1, 1, False, MeasuredSpeed(), "")
     return ProbeResult(measured, [Size(int(name[1:]), rate, 1.0, 1) for name, rate in rates.items()])
 
 

@@ -1,6 +1,7 @@
 """What is found at a place: a run, an adapter or a model, and why this checkpoint."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_model_whose_name_was_not_written_down_has_to_be_named(tmp_path: Path,
     """`there is no model [redacted]` tells nobody what to do."""
     run = write_run(tmp_path / "run", [2])
     plan = make_plan()
-    write_plan(run, plan.model_copy(update={"method": plan.method.model_copy(update={"value": kind})}))
+    write_plan(run, plan.model_copy(update={"method": replace(plan.method, value=kind)}))
     (run / "config.yaml").write_text("model: /srv/[redacted]/llama\ncorpus: corpus\n")
     assert resolve_model(run, base="elsewhere").base == "elsewhere"
     if kind == "full":

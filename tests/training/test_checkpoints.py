@@ -15,9 +15,8 @@ from tunewell.core.errors import UserError
 from tunewell.records import checkpoint as records
 from tunewell.records.checkpoint import verify
 from tunewell.training import checkpoints as staging
-from tunewell.training.checkpoints import Checkpoints, disk_space_warning
+from tunewell.training.checkpoints import Checkpoints, State, compare_identity, disk_space_warning
 from tunewell.training.find_checkpoints import Saved, find_best, find_newest
-from tunewell.training.saved_checkpoints import State, compare_identity
 
 
 def fail_on_trouble(message: str) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_runs import make_plan
 from transformers import CONFIG_MAPPING, Gemma3TextConfig
 
-from tunewell.config.schema import Config, Train
+from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder, FixedShape
+from tunewell.records.plan import Plan
 from tunewell.training.compile import (
     CompileCache,
     Compiler,
-    Measured,
+    CompileTimes,
     can_use_graphs,
     describe_for_ahead,
     fixed_shape,
@@ -84,8 +86,8 @@ def test_after_a_few_timed_steps_where_the_rest_saves_more_than_it_costs(num_ste
 class _Cache:
     """Stands for torch's cache and the process that fills it, which takes two steps."""
 
-    def __init__(self, measured: Measured | None = None) -> None:
-        self.measured, self.saved, self.polls = measured, list[Measured](), 0
+    def __init__(self, measured: CompileTimes | None = None) -> None:
+        self.measured, self.saved, self.polls = measured, list[CompileTimes](), 0
         self.is_compiling = False
 
     def is_filled(self, *, wants: bool) -> bool:
@@ -95,11 +97,11 @@ class _Cache:
             self.is_compiling = False
         return self.polls == 3
 
-    def save(self, measured: Measured) -> None:
+    def save(self, measured: CompileTimes) -> None:
         self.saved.append(measured)
 
 
-def _cached(num_steps: int, measured: Measured | None = None) -> tuple[Compiler, Any, Any]:
+def _cached(num_steps: int, measured: CompileTimes | None = None) -> tuple[Compiler, Any, Any]:
     cache: Any = _Cache(measured)
     return Compiler("auto", num_steps, cache), _learner(), cache
 
@@ -119,8 +121,8 @@ def test_a_short_run_starts_no_other_process() -> None:
     assert compiler.budget(learner, 4096) == 4096
 
 
-@pytest.mark.parametrize(("measured", "is_worth_it"), [(Measured(3.0, 0.3), True), (Measured(9.0, 0.1), False)])
-def test_an_earlier_run_has_measured_what_compiling_costs_and_saves(measured: Measured, is_worth_it: bool) -> None:
+@pytest.mark.parametrize(("measured", "is_worth_it"), [(CompileTimes(3.0, 0.3), True), (CompileTimes(9.0, 0.1), False)])
+def test_an_earlier_run_has_measured_what_compiling_costs_and_saves(measured: CompileTimes, is_worth_it: bool) -> None:
     compiler, learner, cache = _cached(100, measured)
     assert _steps(compiler, learner, 3, seconds=0.3) == [False, False, is_worth_it]
     assert not cache.is_compiling
@@ -132,22 +134,22 @@ def test_a_run_saves_what_compiling_cost_and_saved() -> None:
     learner.shape = object()
     for seconds in (3.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3):
         compiler.on_step(learner, SimpleNamespace(seconds=seconds))  # pyright: ignore[reportArgumentType]
-    assert cache.saved == [Measured(pytest.approx(3.0), pytest.approx(0.25))]  # pyright: ignore[reportArgumentType]
+    assert cache.saved == [CompileTimes(pytest.approx(3.0), pytest.approx(0.25))]  # pyright: ignore[reportArgumentType]
 
 
 def test_what_another_process_would_build_has_the_first_layers_of_the_model() -> None:
     config = Gemma3TextConfig(num_hidden_layers=26, layer_types=["sliding_attention"] * 5 + ["full_attention"] * 21)
     train = Config.model_validate({"method": {"rank": 8}})
     values = {"model": SimpleNamespace(config=config, dtype=torch.bfloat16, modules=list), "may_use_graphs": True}
-    method, precision = SimpleNamespace(value="lora"), SimpleNamespace(value="bf16")
-    plan = SimpleNamespace(method=method, precision=precision, quantized=None)
+    plan = make_plan(method="lora", precision="bf16")
     run: Any = SimpleNamespace(learner=_learner(**values), config=train, plan=plan)
     found = describe_for_ahead(run, FixedShape(128, 32, 100))
     assert found is not None
-    built = CONFIG_MAPPING[found["config"]["model_type"]].from_dict(json.loads(json.dumps(found))["config"])
+    built = CONFIG_MAPPING[found["model"]["model_type"]].from_dict(json.loads(json.dumps(found))["model"])
     assert built.num_hidden_layers == 7, "one layer of each kind, and one more"
     assert built.layer_types[-2:] == ["full_attention"] * 2
-    assert Train.model_validate(found["train"]) == train.train
+    assert Config.model_validate(found["config"]) == train
+    assert Plan.model_validate(found["plan"]) == plan
 
 
 def _recorded(*, tokens: int = 16_384, is_recomputing: bool = False, **values: Any) -> bool:
@@ -214,5 +216,5 @@ def test_a_damaged_file_of_measurements_is_no_measurement(content, tmp_path, mon
     cache = CompileCache(run)
     cache.__dict__["_signature"] = "a"
     assert cache.measured is None
-    cache.save(Measured(3.0, 0.3))
+    cache.save(CompileTimes(3.0, 0.3))
     assert read_measured()["a"] == {"saved_share": 0.3, "seconds": 3.0}

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tunewell.training.health import Finding, HealthMonitor, RunContext, StepMetrics, norm_limit
+from tunewell.training.health import HealthFinding, HealthMonitor, RunContext, StepMetrics, norm_limit
 from tunewell.training.log_rules import replay, verdict
 
 ABOUT = RunContext(vocab_size=50_000, precision="fp32", device="cpu", max_grad_norm=1.0)
@@ -27,7 +27,7 @@ def healthy(number: int, *, first: float = 2.5, norm: float = 0.8) -> list[StepM
     ]
 
 
-def names(findings: list[Finding]) -> list[str]:
+def names(findings: list[HealthFinding]) -> list[str]:
     return [finding.name for finding in findings]
 
 
@@ -135,7 +135,7 @@ def test_a_loss_that_leaves_and_stays_away_has_diverged() -> None:
     assert names(found) == ["lr-too-high"] and found[0].step < 54
     assert found[0].numbers["low_step"] <= 41 and "stays there" in found[0].words
     monitor.rewind(20)
-    assert monitor.history.recent[-1].step == 20
+    assert monitor.recent[-1].step == 20
 
 
 def test_one_hard_batch_is_no_divergence() -> None:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from tunewell.training.probe import compare_sizes
+from tunewell.training.trial import compare_sizes
 
 DEADLINE = math.inf
 

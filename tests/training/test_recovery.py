@@ -4,17 +4,17 @@ import pytest
 
 from tunewell.config.rules import Healing
 from tunewell.records.healing import HealingEntry
-from tunewell.training.health import Finding
-from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
+from tunewell.training.health import HealthFinding
+from tunewell.training.recovery import RecoveryHistory, Rewind, ShrinkMicroBatches, Skip, Stop, decide
 
 RULES = Healing()
 
 
-def bad(step: int, name: str = "nan-gradients") -> Finding:
-    return Finding(name, "warning" if name == "loss-spike" else "fault", step, "it went bad")
+def bad(step: int, name: str = "nan-gradients") -> HealthFinding:
+    return HealthFinding(name, "warning" if name == "loss-spike" else "fault", step, "it went bad")
 
 
-def act(past: RecoveryHistory, finding: Finding, **options: bool) -> tuple[object, RecoveryHistory]:
+def act(past: RecoveryHistory, finding: HealthFinding, **options: bool) -> tuple[object, RecoveryHistory]:
     """Decide, and remember the decision as a run does."""
     action = decide([finding], past, RULES, **options)
     name = {Skip: "skip", Rewind: "rewind", Stop: "stop"}[type(action)]
@@ -73,7 +73,7 @@ def test_a_bad_weight_is_not_the_documents_fault() -> None:
 
 
 def test_divergence_goes_back_to_before_it_with_half_the_rate_and_ends_with_advice() -> None:
-    finding = Finding("lr-too-high", "fault", 50, "", {"low_step": 22, "learning_rate": 0.01})
+    finding = HealthFinding("lr-too-high", "fault", 50, "", {"low_step": 22, "learning_rate": 0.01})
     past = RecoveryHistory("fp32", "cpu")
     for share in (0.5, 0.25, 0.125, 0.0625):
         action, past = act(past, finding)
@@ -85,10 +85,10 @@ def test_divergence_goes_back_to_before_it_with_half_the_rate_and_ends_with_advi
 def test_what_needs_no_answer_gets_none() -> None:
     past = RecoveryHistory("fp32", "cpu")
     assert decide([], past, RULES) is None
-    assert decide([Finding("throughput-cliff", "note", 3, "")], past, RULES) is None
-    assert decide([Finding("overfitting", "warning", 3, "")], past, RULES) is None
-    assert isinstance(decide([Finding("memory-spill", "warning", 3, "")], past, RULES), Split)
-    assert isinstance(decide([Finding("zero-grad-no-learning", "fault", 3, "")], past, RULES), Stop)
+    assert decide([HealthFinding("throughput-cliff", "note", 3, "")], past, RULES) is None
+    assert decide([HealthFinding("overfitting", "warning", 3, "")], past, RULES) is None
+    assert isinstance(decide([HealthFinding("memory-spill", "warning", 3, "")], past, RULES), ShrinkMicroBatches)
+    assert isinstance(decide([HealthFinding("zero-grad-no-learning", "fault", 3, "")], past, RULES), Stop)
 
 
 def test_what_an_earlier_sitting_did_is_remembered() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import dequantize_4bit
 from lessons import distance, gradients
+from original_galore import OriginalGaLore
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -136,7 +137,7 @@ def test_forty_steps_on_gsm8k_are_those_of_the_packages(
         ours.optimizer = AdamW8bit(ours.parameters, settings)
         reference = theirs.optim.AdamW8bit(weights, lr=rate, eps=1e-8, weight_decay=0.0)
     else:
-        ours.optimizer = GaLore(ours.parameters, settings, is_exact=True, is_rotating=False, is_staggered=False)
+        ours.optimizer = OriginalGaLore(ours.parameters, settings)
         low = {"rank": 128, "update_proj_gap": 20, "scale": 0.25, "proj_type": "std"}
         groups = [{"params": weights, **low}]
         reference = theirs.GaLoreAdamW(groups, lr=rate, eps=1e-8, no_deprecation_warning=True)

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tunewell.config.load import load_config
-from tunewell.evaluation.session import everyday_texts
+from tunewell.evaluation.forgetting import everyday_texts
 from tunewell.runs.config import RunOptions
 from tunewell.runs.result import TrainResult
 from tunewell.workflows.train import run_training

@@ -6,10 +6,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_tiny import write_gguf
 from sick_models import END, WORDINGS, asked, colour_rows, new_model, save_model, teach, write_jsonl, write_tokenizer
 
-from tunewell.evaluation.session import everyday_texts
-from tunewell.export.gguf.write import write_gguf
+from tunewell.evaluation.forgetting import everyday_texts
 from tunewell.records.report import Report
 from tunewell.workflows.validate import validate
 

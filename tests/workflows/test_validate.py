@@ -29,12 +29,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
-from tunewell.core.progress import silent
-from tunewell.evaluation.session import ValidateOptions
 from tunewell.records.report import Report, Validation, read_report
 from tunewell.runs.result import TrainResult
 from tunewell.workflows.prepare import prepare
-from tunewell.workflows.validate import validate, validate_against
+from tunewell.workflows.validate import validate
 
 TRAINED, HELD_OUT = colour_rows(WORDINGS[:9]), colour_rows(WORDINGS[9:])
 QUESTIONS = [asked(row["question"]) for row in TRAINED]
@@ -144,7 +142,7 @@ SICK = {
     "loops": goes_round,
     "nothing_changed": never_applied,
     "weights_not_finite": with_nan,
-    "over_fitted": by_heart,
+    "no_better_than_base": by_heart,
     "forgets": forgetful,
 }
 
@@ -319,7 +317,7 @@ def test_rows_of_several_kinds_are_judged(base: Path, tmp_path: Path) -> None:
 
 def test_answers_are_judged_by_their_keys(lora: TrainResult, tmp_path: Path) -> None:
     """Guards the way of a key: from the column of a row, or from the references, to the report and its counts."""
-    derived = judged(lora.run, out=tmp_path / "derived").report
+    derived = judged(lora.run, out=tmp_path / "derived", sets=["verdict.task=facts"]).report
     assert derived.judge is not None and derived.judge.origins == {"derived": 18}
     assert derived.judge.clusters < 18 and derived.judge.difference is not None
     assert {each.key for each in derived.exchanges} == {row["answer"][6:-1] for row in HELD_OUT}
@@ -406,42 +404,6 @@ def test_a_model_with_few_positions_reads_what_it_can(base: Path, tmp_path: Path
     assert report.everyday is not None and report.everyday.documents == 40
 
 
-@pytest.mark.slow
-def test_two_runs_are_compared_both_ways(lora: TrainResult, project: Path, base: Path, tmp_path: Path) -> None:
-    wishes = {"train.max_steps": 2, "train.learning_rate": 1e-4, "corpus": str(project / "lora-corpus")}
-    worse = run_of(project, base, out="worse", sets=FAST | wishes).run
-    options = ValidateOptions(device="cpu", out=tmp_path)
-    up = validate_against(lora.run, worse, options=options, progress=silent)
-    assert up.comparison.verdicts[1] == "PASS" and up.comparison.became_right >= 10 > up.comparison.became_wrong
-    assert {"train.max_steps", "train.learning_rate"} <= {one.name for one in up.comparison.config}
-    assert not {"run", "corpus"} & {one.name for one in up.comparison.config}
-    assert up.comparison.data == [] and up.notes == [] and up.comparison.num_both == 18
-    written = json.loads((tmp_path / "comparison.json").read_text())
-    assert written == up.comparison.as_json() and read_report(tmp_path / "against").subject.path == str(worse)
-    down = validate_against(worse, lora.run, options=options, progress=silent)
-    assert down.comparison.became_wrong == up.comparison.became_right and down.this.exit_code != 0
-    assert [(one.other, one.this) for one in down.comparison.figures] == [
-        (one.this, one.other) for one in up.comparison.figures
-    ]
-
-
-@pytest.mark.slow
-def test_runs_on_other_rows_or_tokens_are_compared_with_a_word_about_it(
-    lora: TrainResult, base: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", colour_rows(WORDINGS[:3]))
-    few = {"train.max_steps": 2, "data.held_out": 0.2}
-    other = run_of(tmp_path, base, out="other", sets=FAST | few).run
-    options = ValidateOptions(device="cpu", out=tmp_path / "report")
-    rows = validate_against(lora.run, other, options=options, progress=silent)
-    assert "may have trained on" in rows.notes[0] and rows.comparison.num_both == 18
-    assert {"corpus", "rows", "documents"} <= {one.name for one in rows.comparison.data}
-    strange = {"tokenizer": str(tiny_model), "method.kind": "full"}
-    foreign = run_of(tmp_path, "preset:tiny-1m", out="foreign", sets=FAST | few | strange).run
-    tokens = validate_against(lora.run, foreign, options=options, progress=silent)
-    assert "different tokens" in tokens.notes[0] and tokens.comparison.num_both < 18
-
-
 def told_by(*arguments: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -456,7 +418,8 @@ def test_the_command_tells_its_verdict_by_its_exit_code(
     told = json.loads(out)
     assert (code, told["verdict"], told["exit_code"]) == (0, "PASS", 0) and told["page"].endswith("out/report.html")
     assert "testing the tuned model: 18 questions" in err and "importing torch" in err
-    code, out, err = told_by(str(lora.run), "--set", "verdict.min_gain=0.99", "--out", str(tmp_path / "out"))
+    weak = ["--set", "verdict.task=chat", "--set", "verdict.min_gain=0.99"]
+    code, out, err = told_by(str(lora.run), *weak, "--out", str(tmp_path / "out"))
     assert code == 3 and "little_gain" in out and "next: " in out and "testing" not in out
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)
     same = ("--base", str(base), "--data", str(held_out), "--out", str(tmp_path / "out"))
@@ -486,7 +449,7 @@ def test_no_secret_of_the_config_is_in_the_report(project: Path, base: Path, tmp
     write_jsonl(tmp_path / "rows.jsonl", [*TRAINED, {"question": "The key of the door?", "answer": f"It is {secret}."}])
     held = [{"question": "The key of the house?", "answer": f"It is {secret}."}, *HELD_OUT]
     write_jsonl(tmp_path / "held.jsonl", held)
-    wishes = {"train.max_steps": 2, "template.arguments": {"token": secret}}
+    wishes = {"train.max_steps": 2, "template.arguments": {"token": secret}, "verdict.task": "facts"}
     run = run_of(tmp_path, base, sets=FAST | wishes).run
     judged(run)
     for name in ("report.json", "report.html", "report.md"):

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import folded_table, hanging, one_line
 from tunewell.core.progress import Progress, ProgressListener
-from tunewell.core.questions import Asker, Question
+from tunewell.core.questions import Asker, MenuQuestion
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def progress_and_questions(*, can_ask: bool = True) -> Iterator[tuple[ProgressLi
                 shown.append(display.enter_context(shown_progress()))
             shown[0](progress)
 
-        def ask(question: Question) -> str | None:
+        def ask(question: MenuQuestion) -> str | None:
             display.close()
             shown.clear()
             return ask_in_terminal(question)
@@ -32,7 +32,7 @@ def progress_and_questions(*, can_ask: bool = True) -> Iterator[tuple[ProgressLi
         yield show, ask if can_ask and sys.stdin.isatty() and sys.stderr.isatty() else None
 
 
-def ask_in_terminal(question: Question) -> str | None:
+def ask_in_terminal(question: MenuQuestion) -> str | None:
     """Print a question to stderr and read the number of an option. Return None at the end of the input."""
     lines = [hanging("", question.text)]
     if question.shown:
@@ -51,7 +51,7 @@ def ask_in_terminal(question: Question) -> str | None:
         sys.stderr.write(f"please type a number from 1 to {len(question.options)}, or press Enter\n")
 
 
-def _chosen(text: str, question: Question) -> str | None:
+def _chosen(text: str, question: MenuQuestion) -> str | None:
     """Return the option that a line names by its number or its value. An empty line names the first."""
     if not text:
         return question.options[0][0]

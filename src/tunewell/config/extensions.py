@@ -5,11 +5,9 @@ implementation, write its file (see `docs/extending.md`) and add one line here. 
 names does not import torch.
 """
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tunewell.config.prices import (
     Activations,
@@ -24,6 +22,7 @@ from tunewell.config.prices import (
     weights_of_layers,
 )
 from tunewell.core.features import extension_entries
+from tunewell.core.files import read_data
 from tunewell.core.registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -149,26 +148,22 @@ class FormatEntry(Entry):
     A format with `files` reads whole files: `path` is a function `(file, options)` that yields numbered rows.
     """
 
-    columns: tuple[str, ...] = ()
+    columns: Sequence[str] = ()
     """A row with all these columns has this format. Empty: `data/rows/formats.py` detects it."""
-    uses: tuple[str, ...] = ()
+    uses: Sequence[str] = ()
     """Other columns that the format reads. All remaining columns are reported as not used."""
-    files: tuple[str, ...] = ()
+    files: Sequence[str] = ()
     """File types that may contain this format."""
     head: str = ""
     """A regular expression that matches in the first 64 KiB of a file of this format."""
 
 
-def _formats() -> list[FormatEntry]:
-    table = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
-    found: list[FormatEntry] = []
-    for name, entry in table.items():
-        lists: dict[str, Any] = {key: tuple(entry.pop(key, ())) for key in ("columns", "uses", "files")}
-        found.append(FormatEntry(name, **entry, **lists))
-    return found
-
-
-FORMATS: Registry[FormatEntry] = Registry("row format", _formats(), group="formats", entry_type=FormatEntry)
+FORMATS: Registry[FormatEntry] = Registry(
+    "row format",
+    [FormatEntry(name, **entry) for name, entry in read_data(__file__, "formats.toml").items()],
+    group="formats",
+    entry_type=FormatEntry,
+)
 
 
 _TARGETS = "tunewell.export.targets"
@@ -203,3 +198,86 @@ TRACKERS: Registry[TrackerEntry] = Registry(
     group="trackers",
     entry_type=TrackerEntry,
 )
+
+
+@dataclass(frozen=True)
+class TaskEntry(Entry):
+    """A task of the rows: its scorer, and what a model must reach."""
+
+    noun: str
+    """What is right, in the plural: `labels`."""
+    min_right: float | None
+    """Share of the questions that must be answered right; None if no answer is right or wrong."""
+    because: str
+    """The reason for `min_right`."""
+
+
+_MOST = "a model that is wrong more often than right is no help"
+SCORERS: Registry[TaskEntry] = Registry(
+    "task",
+    [
+        TaskEntry("labels", "one of a few labels", "tunewell.scoring.labels:Labels", "labels", 0.6, _MOST),
+        TaskEntry(
+            "choice",
+            "an option such as yes or B, maybe with a reason",
+            "tunewell.scoring.choice:Choice",
+            "choices",
+            0.5,
+            _MOST,
+        ),
+        TaskEntry("number", "a number as the result", "tunewell.scoring.number:Number", "results", 0.5, _MOST),
+        TaskEntry("facts", "short answers to questions", "tunewell.scoring.facts:Facts", "answers", 0.5, _MOST),
+        TaskEntry(
+            "json",
+            "JSON, field by field",
+            "tunewell.scoring.structured:Json",
+            "objects",
+            0.5,
+            "all fields of an object must agree, which is hard",
+        ),
+        TaskEntry("tools", "tool calls", "tunewell.scoring.structured:Tools", "calls", 0.6, "a wrong call does harm"),
+        TaskEntry(
+            "sql",
+            "SQL queries",
+            "tunewell.scoring.code:Sql",
+            "queries",
+            0.3,
+            "other queries can be right too, so equal ones are a lower bound",
+        ),
+        TaskEntry(
+            "command",
+            "shell commands",
+            "tunewell.scoring.code:Command",
+            "commands",
+            0.2,
+            "other commands can be right too, so equal ones are a lower bound",
+        ),
+        TaskEntry(
+            "text",
+            "free text",
+            "tunewell.scoring.free_text:FreeText",
+            "answers",
+            None,
+            "texts can be worded in many ways",
+        ),
+        TaskEntry(
+            "chat",
+            "conversations",
+            "tunewell.scoring.free_text:FreeText",
+            "answers",
+            None,
+            "there is no right reply in a conversation",
+        ),
+        TaskEntry(
+            "documents",
+            "text without questions",
+            "tunewell.scoring.free_text:FreeText",
+            "answers",
+            None,
+            "there are no questions",
+        ),
+    ],
+    group="scorers",
+    entry_type=TaskEntry,
+)
+"""The tasks of `verdict.task`."""

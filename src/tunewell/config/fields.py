@@ -15,6 +15,12 @@ Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
 Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Int, Field(ge=1)]
+NonNegative = Annotated[Float, Field(ge=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+PartialShare = Annotated[Float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):

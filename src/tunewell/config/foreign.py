@@ -2,7 +2,7 @@
 
 The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
 only if a config has a key that tunewell does not know, or a training method of another tool. `foreign.json` has a row
-for each name:
+for each name, or for several with a space between them:
 
 same         values without effect here; `null` always is one
 unset_beside a name beside which `false` is a default, as in a dump of all settings
@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from tunewell.config.extensions import OPTIMIZERS
+from tunewell.core.files import read_data
 
 _GALORE_ARGUMENTS = {"rank": "galore_rank", "update_proj_gap": "galore_every", "scale": "galore_scale"}
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size")
@@ -31,18 +31,24 @@ _NO_EQUIVALENT = "tunewell has no such setting; leave it out"
 _NUM_NAMED = 8
 
 
+Setting = tuple[str, Any, tuple[str, ...]]
+"""A key of tunewell, its value, and the foreign names that it comes from."""
+Note = tuple[str, dict[str, Any]]
+"""A text, and the settings for which it is true. `{}` in the text stands for those in force."""
+
+
 @dataclass
 class Translation:
     """The result of `translate`."""
 
-    settings: list[tuple[str, Any, tuple[str, ...]]] = field(default_factory=list[tuple[str, Any, tuple[str, ...]]])
-    """Key of tunewell, its value, and the foreign names that it comes from. Several entries may set one key."""
+    settings: list[Setting] = field(default_factory=list[Setting])
+    """Several entries may set one key."""
     refused: dict[str, str] = field(default_factory=dict[str, str])
     """Foreign name -> the reason and tunewell's equivalent."""
     used: set[str] = field(default_factory=set[str])
     """All foreign names that were recognised."""
-    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
-    """What differs from the other trainer, and the settings for which this is true. `{}` stands for those in force."""
+    notes: list[Note] = field(default_factory=list[Note])
+    """What differs from the other trainer."""
 
     def set(self, key: str, value: Any, *names: str) -> None:
         """Set a key of tunewell from foreign names."""
@@ -94,8 +100,7 @@ def _translate_row(name: str, given: Mapping[str, Any], result: Translation, unc
 
 def _translate_method(name: str, given: Any, result: Translation) -> bool:
     """Translate a method of another tool: `qlora` is LoRA on a base model in 4 bits. Return False if it is unknown."""
-    raw = json.loads(Path(__file__).with_name("method_names.json").read_text(encoding="utf-8"))
-    own = raw["names"].get(re.sub(r"[\s_-]", "", str(given).lower()), {})
+    own = methods().get(re.sub(r"[\s_-]", "", str(given).lower()), {})
     if isinstance(own, str):
         result.refuse(name, own)
     else:
@@ -109,7 +114,17 @@ def _translate_method(name: str, given: Any, result: Translation) -> bool:
 @cache
 def table() -> dict[str, dict[str, Any]]:
     """Return the names of `foreign.json`."""
-    return json.loads((Path(__file__).parent / "foreign.json").read_text(encoding="utf-8"))
+    return _by_name(read_data(__file__, "foreign.json"))
+
+
+@cache
+def methods() -> dict[str, Any]:
+    """Return the methods of `method_names.json`: their settings, or the reason why there are none."""
+    return _by_name(read_data(__file__, "method_names.json")["names"])
+
+
+def _by_name(rows: dict[str, Any]) -> dict[str, Any]:
+    return {name: row for names, row in rows.items() for name in names.split()}
 
 
 def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:

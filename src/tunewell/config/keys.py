@@ -1,15 +1,12 @@
 """All config keys by dotted name, with a description of their type, default and allowed values."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
-from tunewell.config.fields import OneOf, Section
+from tunewell.config.fields import Section
 from tunewell.config.schema import ALIASES, Config
 from tunewell.config.yaml_reader import KeyPath
 from tunewell.core.errors import UserError, close_names
@@ -21,17 +18,37 @@ class Key:
 
     name: str
     """The dotted name without list indices: `data.sources.share`."""
-    takes: str
-    """Description of the type: `a whole number (at least 1)`."""
     default: Any
     doc: str
-    allowed: tuple[str, ...]
     aliases: tuple[str, ...]
     children: tuple[str, ...]
     """Names of the keys directly inside a section; empty for a value."""
     is_section: bool
     """True for a section; False for a value and for `data.sources`, a list of sections."""
     section: type[Section] | None
+    owner: type[Section]
+    """The section that contains the key."""
+
+    @property
+    def takes(self) -> str:
+        """Description of the type: `a whole number (at least 1)`."""
+        return _takes(self._node)
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The names that are allowed, if there are only some."""
+        return tuple(_choices(self._node))
+
+    @property
+    def _node(self) -> dict[str, Any]:
+        owner = _schema() if self.owner is Config else _schema()["$defs"][self.owner.__name__]
+        return owner["properties"][self.name.rpartition(".")[2]]
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    """Return the JSON Schema of the config. It takes 15 ms, and most commands do not need it."""
+    return Config.model_json_schema()
 
 
 @cache
@@ -82,19 +99,17 @@ def nearest_keys(name: str) -> list[str]:
 
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
-        full = prefix + name
         annotation: Any = field.annotation
-        inner = _section_in(annotation)
+        full, inner = prefix + name, _section_in(annotation)
         yield Key(
             name=full,
-            takes=_takes(annotation, field.metadata),
             default=None if field.is_required() else plain(field.default),
             doc=" ".join((field.description or (inner and inner.__doc__) or "").split()),
-            allowed=tuple(_choices(annotation, field.metadata)),
             aliases=tuple(alias for alias, key in ALIASES.items() if key == full and alias != name),
             children=tuple(f"{full}.{child}" for child in inner.model_fields) if inner else (),
             is_section=inner is not None and inner is annotation,
             section=inner,
+            owner=section,
         )
         if inner:
             yield from _walk(inner, full + ".")
@@ -113,44 +128,29 @@ def _section_in(annotation: Any) -> type[Section] | None:
     return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
 
 
-def _choices(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
-    for marker in metadata:
-        if isinstance(marker, OneOf):
-            yield from marker.registry.names()
-    if get_origin(annotation) is Literal:
-        yield from map(str, get_args(annotation))
-    elif get_origin(annotation) is Annotated:
-        part, *markers = get_args(annotation)
-        yield from _choices(part, markers)
-    elif get_origin(annotation) in (Union, UnionType, tuple):
-        for part in get_args(annotation):
-            yield from _choices(part)
+def _choices(node: dict[str, Any]) -> Iterator[str]:
+    """Yield the names that a node of the JSON Schema allows."""
+    yield from map(str, node.get("enum", [node["const"]] if "const" in node else []))
+    for part in node.get("anyOf", [node["items"]] if "items" in node else []):
+        yield from _choices(part)
 
 
-def _takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Describe a type in words that can follow "must be"."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _takes(parts[0], [*metadata, *parts[1:]])
-    if origin in (Union, UnionType):
-        return ", or ".join(_takes(part, metadata) for part in parts)
-    if origin is Literal or any(isinstance(marker, OneOf) for marker in metadata):
-        *most, last = [f"`{name}`" for name in _choices(annotation, metadata)] or ["nothing: no feature adds a value"]
+def _takes(node: dict[str, Any]) -> str:
+    """Describe the type of a node of the JSON Schema in words that can follow "must be"."""
+    kind, inner = node.get("type"), node.get("items", {})
+    if "anyOf" in node:
+        return ", or ".join(map(_takes, node["anyOf"]))
+    if "enum" in node or "const" in node:
+        *most, last = [f"`{name}`" for name in _choices(node)] or ["nothing: no feature adds a value"]
         return f"{', '.join(most)} or {last}" if most else last
-    if origin is tuple:
-        is_sources = _section_in(parts[0]) is not None
-        return "a path, a list of paths or a list of sections" if is_sources else f"a list of {_takes(parts[0])}"
-    if origin is dict:
-        return "a mapping of names to text" if parts[1] is str else "a mapping of names to values"
-    if annotation in (int, float):
-        return ("a whole number" if annotation is int else "a number") + _bounds(metadata)
-    plain = {bool: "`true` or `false`", str: "text", NoneType: "`null`"}
-    return plain.get(annotation, "a section")
+    if kind == "array":
+        return "a path, a list of paths or a list of sections" if "$ref" in inner else f"a list of {_takes(inner)}"
+    if kind == "object":
+        return f"a mapping of names to {'text' if node['additionalProperties'] == {'type': 'string'} else 'values'}"
+    if kind in ("integer", "number"):
+        limits = " and ".join(f"{text} {node[name]:,}" for name, text in _LIMITS.items() if name in node)
+        return ("a whole number" if kind == "integer" else "a number") + (f" ({limits})" if limits else "")
+    return {"boolean": "`true` or `false`", "string": "text", "null": "`null`"}.get(str(kind), "a section")
 
 
-def _bounds(metadata: Sequence[Any]) -> str:
-    names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    flat = [item for entry in metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
-    limits = ((text, getattr(item, name, None)) for item in flat for name, text in names.items())
-    found = " and ".join(f"{text} {limit:,}" for text, limit in limits if limit is not None)
-    return f" ({found})" if found else ""
+_LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}

@@ -114,13 +114,8 @@ MAPPING_ORIGIN = "the config"
 """The origin of every value of a config that a program passes as a mapping."""
 
 
-def read_mapping(mapping: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Return a mapping as plain dictionaries and lists, and its origins; raise UserError for keys that are not text."""
-    origins: dict[KeyPath, str] = {}
-    return _plain(mapping, (), origins), origins
-
-
 def _plain(value: object, key_path: KeyPath, origins: dict[KeyPath, str]) -> Any:
+    """Return a value as plain dictionaries and lists, and add its origins; raise UserError if a key is not text."""
     if len(key_path) > MAX_DEPTH:
         raise UserError(f"the config is nested more than {MAX_DEPTH} deep", where=f"`{format_key(key_path[:3])}`")
     origins[key_path] = MAPPING_ORIGIN
@@ -227,14 +222,14 @@ def load_config(
     file = _find(path) if has_file and not isinstance(path, Mapping) else None
     draft = _Draft(base=file.parent if file else Path())
     if isinstance(path, Mapping):
-        draft.tree, draft.origins = read_mapping(path)
-        _expand(draft)
-        _rename_aliases(draft)
+        draft.tree = _plain(path, (), draft.origins)
     elif file:
         _read_file(draft, file, text)
+    _expand(draft)
+    _rename_aliases(draft)
     flags = {"model": model, "data": data, "out": out, "seed": seed}
     for flag, value in flags.items():
-        if value is not None and value != () and value != []:
+        if value not in (None, (), []):
             _override(draft, FLAGS[flag], _plain(value, (), {}), f"--{flag}")
     for text in [sets] if isinstance(sets, str) else sets:
         key, equals, value = text.partition("=")
@@ -246,12 +241,13 @@ def load_config(
         is_folder = key.strip() in _FOLDERS and type(given) in (int, float)
         _override(draft, key.strip(), value.strip() if is_folder else given, f"--set {text}")
     _translate_foreign(draft)
+    config = Config()
     try:
         config = Config.model_validate(draft.tree)
     except ValidationError as error:
-        raise_problems(_in_file_order([*draft.problems, *_problems(error, draft)], draft))
-        raise
-    raise_problems(_in_file_order(draft.problems, draft))
+        draft.problems += _problems(error, draft)
+    ranks = _ranks(draft)
+    raise_problems(sorted(draft.problems, key=lambda problem: ranks.get(problem.where, 0)))
     origins = {format_key(key_path): origin for key_path, origin in draft.origins.items() if key_path}
     return LoadedConfig(config, draft.base, file, origins, tuple(draft.notes))
 
@@ -273,17 +269,33 @@ class _Draft:
         paths = (key_path, *inside, *around)
         return next((self.origins[path] for path in paths if path in self.origins), MAPPING_ORIGIN)
 
+    def has(self, key_path: KeyPath) -> bool:
+        """Return True if a key is set."""
+        return key_path[-1] in _section(self.tree, key_path[:-1])
+
+    def get(self, key_path: KeyPath, default: Any = None) -> Any:
+        """Return the value of a key, or `default` if it is not set."""
+        return _section(self.tree, key_path[:-1]).get(key_path[-1], default)
+
+    def pop(self, key_path: KeyPath) -> Any:
+        """Remove a key that is set, and return its value."""
+        return _section(self.tree, key_path[:-1]).pop(key_path[-1])
+
+    def set(self, key_path: KeyPath, value: Any, origin: str) -> None:
+        """Set a key and its origin."""
+        set_value(self.tree, key_path, value)
+        self.origins[key_path] = origin
+
 
 def _find(path: Path | None) -> Path | None:
     if path is None:
-        other = Path("tunewell.yml")
         if Path(FILE_NAME).exists():
             return Path(FILE_NAME)
-        if other.exists():
-            raise _other_name(other)
-        other = Path("config.yaml")
-        if other.is_file() and not Path("plan.json").exists() and _is_our_config(other):  # a run folder has both
-            raise _other_name(other)
+        other = Path("tunewell.yml") if Path("tunewell.yml").exists() else Path("config.yaml")
+        is_of_run = Path("plan.json").exists()  # a run folder has a `config.yaml` too
+        if other.name == "tunewell.yml" or (other.is_file() and not is_of_run and _is_our_config(other)):
+            fix = f"rename the file, or use `--config {other}`"
+            raise UserError(f"there is a `{other}` here, but no `{FILE_NAME}`", fix=fix)
         return None
     if path.is_dir():
         raise UserError("the config is a folder", where=str(path), fix=f"name the file: `--config {path / FILE_NAME}`")
@@ -298,11 +310,6 @@ def other_configs(folder: Path) -> list[Path]:
     """Return the files in a folder that are configs under another name, as a fix for "no model is set"."""
     files = [file for file in sorted(folder.glob("*.y*ml")) if file.name != FILE_NAME and file.is_file()]
     return [file for file in files if _is_our_config(file)]
-
-
-def _other_name(file: Path) -> UserError:
-    fix = f"rename the file, or use `--config {file}`"
-    return UserError(f"there is a `{file}` here, but no `{FILE_NAME}`", fix=fix)
 
 
 def _is_our_config(file: Path) -> bool:
@@ -335,8 +342,6 @@ def _read_file(draft: _Draft, file: Path, instead: str | None) -> None:
     draft.problems += document.problems
     draft.tree = cast(dict[str, Any], value or {})
     draft.origins = {key_path: f"{file} line {line}" for key_path, line in document.lines.items()}
-    _expand(draft)
-    _rename_aliases(draft)
 
 
 _NOT_SET = (None, -1)
@@ -346,27 +351,23 @@ _NOT_SET = (None, -1)
 def _rename_aliases(draft: _Draft) -> None:
     for key in dict.fromkeys(ALIASES.values()):
         ours = tuple(key.split("."))
-        paths = [
-            ours,
-            *(key_path for alias, owner in ALIASES.items() if owner == key for key_path in sorted(alias_paths(alias))),
-        ]
-        for alias in [path for path in paths if path != ours]:
-            if _section(draft.tree, alias[:-1]).get(alias[-1], 0) in _NOT_SET:
-                del _section(draft.tree, alias[:-1])[alias[-1]]
-        found = [key_path for key_path in dict.fromkeys(paths) if key_path[-1] in _section(draft.tree, key_path[:-1])]
-        for key_path in [path for path in found if path != ours]:  # `warmup_steps: 0` beside `warmup_ratio`
-            others = [path for path in found if path not in (ours, key_path)]
-            if others and json.dumps(_section(draft.tree, key_path[:-1])[key_path[-1]]) in ("0", "0.0"):
-                del _section(draft.tree, key_path[:-1])[key_path[-1]]
-                found.remove(key_path)
+        names = [alias for alias, owner in ALIASES.items() if owner == key]
+        paths = [path for name in names for path in sorted(alias_paths(name)) if path != ours]
+        for path in paths:
+            if draft.get(path, 0) in _NOT_SET:
+                draft.pop(path)
+        aliases = [path for path in paths if draft.has(path)]
+        for path in list(aliases):  # `warmup_steps: 0` beside `warmup_ratio`
+            if len(aliases) > 1 and type(value := draft.get(path)) in (int, float) and not value:
+                draft.pop(path)
+                aliases.remove(path)
+        found = [ours, *aliases] if draft.has(ours) else aliases
         if len(found) > 1:
             names = " and ".join(f"`{format_key(key_path)}` ({draft.origin(key_path)})" for key_path in found)
             draft.problems.append(Problem(f"{names} are the same key", draft.origin(found[-1]), f"keep `{key}`"))
-        for key_path in found:
-            value = _section(draft.tree, key_path[:-1]).pop(key_path[-1])
-            if key_path == found[0]:
-                set_value(draft.tree, ours, value)
-                draft.origins[ours] = draft.origin(key_path)
+        values = [draft.pop(key_path) for key_path in found]
+        if found:
+            draft.set(ours, values[0], draft.origin(found[0]))
 
 
 def _translate_foreign(draft: _Draft) -> None:
@@ -374,48 +375,43 @@ def _translate_foreign(draft: _Draft) -> None:
     sections: list[KeyPath] = [(), *((name,) for name in Config.model_fields)]
     keys = [(*path, key) for path in sections for key in _section(draft.tree, path)]
     unknown = {str(key[-1]): key for key in keys if dotted_name(key) not in all_keys()}
-    if _section(draft.tree, ("method",)).get("kind", METHODS.names()[0]) not in METHODS.names():
-        unknown["kind"] = ("method", "kind")
+    if draft.get(kind := ("method", "kind"), METHODS.names()[0]) not in METHODS.names():
+        unknown["kind"] = kind
     if not unknown:
         return
     from tunewell.config.foreign import table, translate  # only for configs with unknown keys
 
-    given = {name: _section(draft.tree, path[:-1])[path[-1]] for name, path in unknown.items()}
-    found = translate(given)
+    given = {name: draft.get(path) for name, path in unknown.items()}
+    found, ranks = translate(given), _ranks(draft)
     shown = {name: f"`{name}`" for name in unknown} | {"kind": f"`method.kind: {given.get('kind')}`"}
-    ranks = _ranks(draft)
     for name in found.used:
-        del _section(draft.tree, unknown[name][:-1])[unknown[name][-1]]
+        draft.pop(unknown[name])
     for name, reason in found.refused.items():
         what = f"{shown[name]} is not a tunewell setting"
         draft.problems.append(Problem(what, draft.origin(unknown[name]), reason))
-    for key in dict.fromkeys(key for key, _, _ in found.settings):
+    for key in dict.fromkeys(setting[0] for setting in found.settings):
         ours = tuple(key.split("."))
-        own = _section(draft.tree, ours[:-1])
-        claims = [(draft.origin(ours), own[ours[-1]], key)] if ours[-1] in own else []
-        for name_of, value, names in found.settings:
-            if name_of == key:
-                origin = max((draft.origin(unknown[name]) for name in names), key=lambda text: ranks.get(text, 0))
-                claims.append((origin, value, names[0]))
+        claims = [(draft.origin(ours), draft.get(ours), key)] if draft.has(ours) else []
+        for _, value, names in [setting for setting in found.settings if setting[0] == key]:
+            origin = max((draft.origin(unknown[name]) for name in names), key=lambda text: ranks.get(text, 0))
+            claims.append((origin, value, names[0]))
         claims.sort(key=lambda claim: (claim[0].startswith("--"), ranks.get(claim[0], 0)))  # the last one wins
         origin, value, name = claims[-1]
         others = [claim for claim in claims if claim[1] != value and not origin.startswith("--")]
-        if others:
-            both = " and ".join(f"{shown.get(own, f'`{own}`')} ({at})" for at, _, own in (others[-1], claims[-1]))
-            what = f"{both} are the same setting"
-            if key in (name, others[-1][2]):
-                fix = f"remove `{key}`" if "kind" in (name, others[-1][2]) else f"keep `{key}`"
-            else:
-                what = f"{both} both set `{key}`, to {_shown(others[-1][1])} and {_shown(value)}"
-                fixes = (table().get(own, {}).get("instead", "") for _, _, own in claims)
-                fix = next((fix for fix in fixes if f"`{key}" in fix), "keep one of them")
-            draft.problems.append(Problem(what, origin, fix))
-        else:
-            set_value(draft.tree, ours, value)
-            draft.origins[ours] = origin
+        if not others:
+            draft.set(ours, value, origin)
+            continue
+        at, earlier, other = others[-1]
+        both = f"{shown.get(other, f'`{other}`')} ({at}) and {shown.get(name, f'`{name}`')} ({origin})"
+        what = f"{both} are the same setting"
+        fix = f"remove `{key}`" if "kind" in (name, other) else f"keep `{key}`"
+        if key not in (name, other):
+            what = f"{both} both set `{key}`, to {_shown(earlier)} and {_shown(value)}"
+            fixes = (table().get(claim[2], {}).get("instead", "") for claim in claims)
+            fix = next((fix for fix in fixes if f"`{key}" in fix), "keep one of them")
+        draft.problems.append(Problem(what, origin, fix))
     for text, wanted in found.notes:
-        keys = {key: tuple(key.split(".")) for key in wanted}
-        forced = [key for key, path in keys.items() if _section(draft.tree, path[:-1]).get(path[-1]) == wanted[key]]
+        forced = [key for key, value in wanted.items() if draft.get(tuple(key.split("."))) == value]
         settings = ", ".join(f"`{key}: {json.dumps(wanted[key])}`" for key in forced).replace('"', "")
         if forced or not wanted:
             draft.notes.append(text.replace("{}", settings))
@@ -429,9 +425,9 @@ def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
 
 def _meanings(section: type[Section], value: object) -> list[str]:
     """Return the keys that a value in place of a section can mean: `kind` for `method: lora`."""
-    return (
-        [] if _is_switch(section, value) else [name for name, types in section.single.items() if type(value) in types]
-    )
+    if _is_switch(section, value):
+        return []
+    return [name for name, types in section.single.items() if type(value) in types]
 
 
 def _is_switch(section: type[Section], value: object) -> bool:
@@ -446,18 +442,16 @@ def _not_a_section(key: Key, section: type[Section], value: object, where: str) 
     elif isinstance(value, str) and _meanings(section, parse_scalar(value)):
         fix = "remove the quotes"
     elif meanings := _meanings(section, value):
-        valid = [name for name in meanings if _is_valid(section, {name: value})]
+        valid: list[str] = []
+        for name in meanings:
+            with suppress(ValidationError):
+                section.model_validate({name: value})
+                valid.append(name)
         fix = f"write {' or '.join(f'`{key.name}: {{{name}: {value}}}`' for name in valid)}"
         if not valid:
             takes = (f"`{key.name}.{name}` to {all_keys()[f'{key.name}.{name}'].takes}" for name in meanings)
             fix = f"set {'; or '.join(takes)}"
     return Problem(f"`{key.name}` is a section, not {_shown(value)}", where, fix)
-
-
-def _is_valid(section: type[Section], values: dict[str, object]) -> bool:
-    with suppress(ValidationError):
-        return bool(section.model_validate(values))
-    return False
 
 
 def _expand(draft: _Draft) -> None:
@@ -467,13 +461,11 @@ def _expand(draft: _Draft) -> None:
     """
     for key in all_keys().values():
         key_path = tuple(key.name.split("."))
-        group = _section(draft.tree, key_path[:-1])
-        if key.section is None or not key.is_section or isinstance(value := group.get(key_path[-1], {}), dict):
+        if key.section is None or not key.is_section or isinstance(draft.get(key_path, {}), dict):
             continue
-        del group[key_path[-1]]
+        value = draft.pop(key_path)
         if len(meanings := _meanings(key.section, value)) == 1:
-            group[key_path[-1]] = {meanings[0]: value}
-            draft.origins[(*key_path, meanings[0])] = draft.origin(key_path)
+            draft.set((*key_path, meanings[0]), value, draft.origin(key_path))
         elif value is not None:
             draft.problems.append(_not_a_section(key, key.section, value, draft.origin(key_path)))
     data = _section(draft.tree, ("data",))
@@ -508,7 +500,7 @@ def _problems(error: ValidationError, draft: _Draft) -> list[Problem]:
     found: dict[KeyPath, Problem] = {}
     for detail in error.errors(include_url=False):
         key_path = _known_part(detail["loc"], is_unknown=detail["type"] == "extra_forbidden")
-        if isinstance(key_path[-1], int) and isinstance(_section(draft.tree, key_path[:-2])[key_path[-2]], str):
+        if isinstance(key_path[-1], int) and isinstance(draft.get(key_path[:-1]), str):
             key_path = key_path[:-1]  # `report_to: all` is read as a list with one entry
         found.setdefault(key_path, _problem(key_path, detail, draft.origin(key_path)))
     return list(found.values())
@@ -516,15 +508,7 @@ def _problems(error: ValidationError, draft: _Draft) -> list[Problem]:
 
 def _ranks(draft: _Draft) -> dict[str, int]:
     """Return the position of each origin: in the file, then on the command line."""
-    ranks: dict[str, int] = {}
-    for rank, origin in enumerate(draft.origins.values()):
-        ranks.setdefault(origin, rank)
-    return ranks
-
-
-def _in_file_order(problems: list[Problem], draft: _Draft) -> list[Problem]:
-    ranks = _ranks(draft)
-    return sorted(problems, key=lambda problem: ranks.get(problem.where, 0))
+    return {origin: rank for rank, origin in enumerate(dict.fromkeys(draft.origins.values()))}
 
 
 def _known_part(location: KeyPath, *, is_unknown: bool) -> KeyPath:
@@ -555,9 +539,8 @@ def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
     key = all_keys()[dotted_name(key_path)]
     is_quoted_number = isinstance(value, str) and isinstance(parse_scalar(value), int | float)
     takes = key.takes.removeprefix("a list of ") if isinstance(key_path[-1], int) else key.takes
-    return Problem(
-        f"`{name}` must be {takes}, not {_shown(value)}", where, "remove the quotes" if is_quoted_number else None
-    )
+    fix = "remove the quotes" if is_quoted_number else None
+    return Problem(f"`{name}` must be {takes}, not {_shown(value)}", where, fix)
 
 
 def _shown(value: Any) -> str:

@@ -5,8 +5,21 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator
 
-from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
-from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section, Text
+from tunewell.config.extensions import EXPORT_TARGETS, SCORERS, GgufFormat, MergedPrecision
+from tunewell.config.fields import (
+    Auto,
+    Bool,
+    Count,
+    Float,
+    NonNegative,
+    OneOf,
+    PartialShare,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    Text,
+)
 
 _MAX_PRICE = 1000
 
@@ -26,7 +39,7 @@ class Storage(Section):
     """`instance`: without access keys, ask the metadata service of this cloud machine for the keys of its role (Amazon,
     Google, Azure). `null`: the metadata service is never asked. The variables of a container platform, such as
     AWS_CONTAINER_CREDENTIALS_RELATIVE_URI, are used in either case."""
-    cache_gb: Annotated[Float, Field(gt=0)] = 100.0
+    cache_gb: PositiveFloat = 100.0
     """Maximum size of the cache of downloaded files in GB (10^9 bytes), in `~/.cache/tunewell` or TUNEWELL_CACHE.
     The least recently used files are removed first."""
     offline: Bool = False
@@ -45,26 +58,26 @@ class Evaluate(Section):
 
     single = {"every_steps": (int, str), "max_documents": (int,)}  # noqa: RUF012
     switch = "leave it out: held-out rows are always evaluated; with `data.held_out: 0`, there are none"
-    every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    every_steps: Positive | Auto = "auto"
     """Steps between two evaluations. `auto`: ten evaluations per run. The last step is always evaluated."""
-    max_documents: Annotated[Int, Field(ge=1)] | None = 200
+    max_documents: Positive | None = 200
     """Held-out documents per evaluation, spread evenly over all of them. `null`: all."""
-    patience: Annotated[Int, Field(ge=1)] | None = None
+    patience: Positive | None = None
     """Early stopping: number of evaluations without a lower held-out loss after which training ends. `null`: never."""
-    samples: Annotated[Int, Field(ge=0)] = 4
+    samples: Count = 4
     """Held-out questions that the model answers at each evaluation, written to `samples.jsonl`."""
-    sample_tokens: Annotated[Int, Field(ge=1)] = 64
+    sample_tokens: Positive = 64
     """Maximum length of a sample answer in tokens."""
 
 
-class Checkpoints(Section):
+class CheckpointRules(Section):
     """Checkpoints: how often they are saved, and how many are kept."""
 
     single = {"every_steps": (int, str), "keep": (int,)}  # noqa: RUF012
     switch = "leave it out: checkpoints are always written"
-    every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    every_steps: Positive | Auto = "auto"
     """Steps between two checkpoints. `auto`: at every evaluation, and at least every 10 steps."""
-    keep: Annotated[Int, Field(ge=1)] = 2
+    keep: Positive = 2
     """Number of latest checkpoints to keep, at least two. The checkpoint with the best held-out loss is also kept."""
 
 
@@ -75,13 +88,13 @@ class Healing(Section):
     on: Bool = True
     """Recover automatically. `false`: problems are only logged and shown, but updates with NaN or infinity are still
     skipped."""
-    quiet_steps: Annotated[Int, Field(ge=1)] = 16
+    quiet_steps: Positive = 16
     """Number of steps without a problem after which the last problem counts as solved. The next problem then starts
     with the mildest remedy again."""
-    max_rewinds: Annotated[Int, Field(ge=0)] = 4
+    max_rewinds: Count = 4
     """How often a run goes back to a checkpoint before it stops. Each time it changes something: it leaves out the
     documents at fault, halves the learning rate, trains in fp32, or moves to the CPU."""
-    max_left_out: Annotated[Float, Field(ge=0, le=1)] = 0.05
+    max_left_out: Share = 0.05
     """Maximum share of the documents (but at least eight documents) that may be left out because they alone cause NaN
     or infinity. If there are more, the cause is something else."""
     spike_factor: Annotated[Float, Field(gt=1)] = 10.0
@@ -94,9 +107,9 @@ class Healing(Section):
     ends with exit code 4. The evaluation at step 0 does not count."""
     change_precision: Bool = True
     """Switch to fp32 if values repeatedly overflow in a 16-bit precision."""
-    restarts: Annotated[Int, Field(ge=0)] = 3
+    restarts: Count = 3
     """Number of automatic restarts after a kill, crash or hang at the same step."""
-    hang_seconds: Annotated[Float, Field(gt=0)] = 60.0
+    hang_seconds: PositiveFloat = 60.0
     """Number of seconds without progress after which a run counts as hung; at least three times the duration of a
     step."""
 
@@ -145,36 +158,53 @@ class VerdictRules(Section):
     single = {"after_training": (bool,)}  # noqa: RUF012
     after_training: Bool = True
     """Test the model and write the report at the end of `train`."""
-    questions: Annotated[Int, Field(ge=0)] = 100
+    questions: Count = 100
     """Number of held-out questions to answer, spread evenly over the rows. 0: none, only the losses decide."""
-    answer_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    answer_tokens: Positive | Auto = "auto"
     """Maximum length of an answer in tokens. `auto`: 1.5 times the longest expected answer, from 32 to 512."""
-    max_documents: Annotated[Int, Field(ge=1)] | None = 500
+    max_documents: Positive | None = 500
     """Number of held-out documents for the loss, spread evenly over all of them. `null`: all."""
-    batch_size: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    batch_size: Positive | Auto = "auto"
     """Number of questions answered at once. `auto`: as many as fit into 8,192 tokens."""
     reuse_base: Bool = True
     """Reuse the losses and answers of the base model from an earlier evaluation on this machine, if weights, rows,
     tokenizer, template, decoding settings and versions are the same. `false`: measure the base model again."""
+    task: str = Field(
+        default="auto",
+        description="What the rows teach, which decides how answers are scored. `auto`: found from the training rows. "
+        f"{OneOf(SCORERS).doc()} `file.py:function`: your own function decides; `fn(question, answer, reference)` "
+        "returns True, False or a number from 0 to 1, and 0.5 is right. It runs with your permissions.",
+    )
     metrics: tuple[str, ...] = ()
     """Your own metric functions, each as `file.py:function`: `fn(question, answer, reference)` returns a number. The
     report shows the mean for the base and the tuned model. The functions run with your permissions and do not change
-    the verdict."""
-    min_gain: Annotated[Float, Field(ge=0, lt=1)] = 0.05
-    """The held-out loss must be lower than that of the base model by this share. A smaller gain is WEAK. No gain is
-    FAIL, because the model learned nothing that generalises to new rows."""
-    min_right: Annotated[Float, Field(ge=0, le=1)] = 0.5
-    """Share of the questions with an answer key that must be answered correctly. Less is WEAK: the model is wrong more
-    often than right."""
-    max_faults: Annotated[Float, Field(ge=0, le=1)] = 0.1
+    the verdict; `verdict.task` does."""
+    min_gain: PartialShare = 0.05
+    """For texts, chats and documents: the held-out loss must be lower than that of the base model by this share. A
+    smaller gain is WEAK."""
+    min_right: Share | Auto = "auto"
+    """Share of the questions that must be answered right. Less is WEAK. `auto`: the threshold of the task, from 0.2 for
+    commands to 0.6 for labels."""
+    max_faults: Share = 0.1
     """Maximum share of answers that are empty, loop, echo the question or never end. A larger share is WEAK; half of
     the answers or more is FAIL."""
-    max_rise: Annotated[Float, Field(ge=0)] = 0.15
-    """Overfitting: share by which the held-out loss may rise above its minimum while the training loss falls. A larger
-    rise is WEAK, because the model memorises the training rows."""
-    max_forgetting: Annotated[Float, Field(ge=0)] = 0.5
+    max_rise: NonNegative = 0.15
+    """Overfitting: share by which the held-out loss may rise above its minimum. A larger rise is a note, not a verdict:
+    the best checkpoint is used, and right answers may still increase."""
+    max_forgetting: NonNegative = 0.3
     """Forgetting: share by which the loss on everyday text may rise above that of the base model. A larger rise is
-    WEAK; a doubled loss is FAIL, because such a model cannot answer new questions."""
+    WEAK."""
+    max_lost: Share = 0.1
+    """Forgetting: share of the 60 everyday questions and instructions that may get worse answers than from the base
+    model, if the difference is more than chance. More is WEAK. The same limit holds for refusals."""
+
+    @field_validator("task")
+    @classmethod
+    def _require_task(cls, value: str) -> str:
+        if value != "auto" and value not in SCORERS.names() and not re.fullmatch(r".+\.py:[^\W\d]\w*", value):
+            known = ", ".join(f"`{name}`" for name in ("auto", *SCORERS.names()))
+            raise ValueError(f"must be one of {known}, or `file.py:function`, not {value!r}")
+        return value
 
     @field_validator("metrics", mode="before")
     @classmethod

@@ -12,44 +12,32 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, TRACKERS
-from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
-from tunewell.config.rules import Checkpoints, Evaluate, Export, Healing, PlanRules, Storage, VerdictRules
+from tunewell.config.fields import (
+    Auto,
+    Bool,
+    Count,
+    Float,
+    Int,
+    MethodName,
+    NonNegative,
+    OneOf,
+    OptimizerName,
+    PartialShare,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    Text,
+)
+from tunewell.config.rules import CheckpointRules, Evaluate, Export, Healing, PlanRules, Storage, VerdictRules
+from tunewell.core.files import read_data
 
 LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
 
-_OTHER_NAMES = {
-    "packing.context_length": "max_length max_seq_length sequence_len cutoff_len",
-    "train.learning_rate": "lr learning_rate",
-    "train.weight_decay": "weight_decay",
-    "train.max_grad_norm": "max_grad_norm",
-    "train.max_steps": "max_steps",
-    "train.adam_beta1": "adam_beta1",
-    "train.adam_beta2": "adam_beta2",
-    "train.adam_epsilon": "adam_epsilon",
-    "train.epochs": "epochs num_train_epochs num_epochs",
-    "method.rank": "r rank lora_r lora_rank",
-    "method.alpha": "alpha lora_alpha",
-    "data.held_out": "val_set_size val_size",
-    "model": "base_model model_name_or_path model_name",
-    "method.dropout": "lora_dropout",
-    "method.targets": "target_modules lora_target_modules",
-    "method.rslora": "use_rslora",
-    "method.adapter": "lora_model_dir adapter_name_or_path",
-    "train.schedule": "lr_scheduler_type lr_scheduler",
-    "train.warmup": "warmup_ratio warmup_steps",
-    "train.recompute": "gradient_checkpointing",
-    "template.name": "chat_template",
-    "evaluate.every_steps": "eval_steps",
-    "evaluate.patience": "early_stopping_patience",
-    "checkpoints.every_steps": "save_steps",
-    "checkpoints.keep": "save_total_limit",
-    "run": "output_dir",
-    "track": "report_to",
-}
 OPEN = "?"
 """The value of a key that `init` could not decide. Such a config cannot be trained with."""
-ALIASES = {alias: key for key, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
+ALIASES = {alias: key for key, aliases in read_data(__file__, "aliases.toml").items() for alias in aliases.split()}
 """Names of these keys in other tools, accepted at the top level of the file and in the section of the key."""
 
 
@@ -92,14 +80,14 @@ class SourceConfig(Section):
     turn, or the branch that was open last; `all`: every path, with each reply supervised once."""
     assistant: Text | None = None
     """Name of the person whose messages are the replies, in a chat from WhatsApp or Telegram."""
-    gap_hours: Annotated[Float, Field(gt=0)] = 8.0
+    gap_hours: PositiveFloat = 8.0
     """A pause of this many hours starts a new conversation in a chat from WhatsApp or Telegram."""
     map: str | None = None
     """Your Python function that changes or drops a row: `file.py:function`. It runs with your permissions."""
-    map_batch: Annotated[Int, Field(ge=1)] | None = None
+    map_batch: Positive | None = None
     """Number of rows passed to the `map` function at once, as a list. `rows["question"]` returns a column, as in a
     batched `map` function of Hugging Face `datasets`. `null`: one row at a time."""
-    limit: Annotated[Int, Field(ge=1)] | None = None
+    limit: Positive | None = None
     """Read only the first rows of this source. `null`: all rows."""
     share: Annotated[Float, Field(gt=0, le=1)] | None = None
     """Share of the training documents that come from this source, 0 to 1. Sources without a share divide the rest in
@@ -187,16 +175,16 @@ class Clean(Section):
     bad_text: Literal["drop", "replace", "error"] = "drop"
     """What to do with a row with invalid text (NUL, lone surrogate, wrong encoding): drop it, replace the characters
     with U+FFFD, or stop with an error."""
-    max_row_bytes: Annotated[Int, Field(ge=1)] = 4 * 1024 * 1024
+    max_row_bytes: Positive = 4 * 1024 * 1024
     """Maximum size of a row in bytes; larger rows are dropped as `too_large`. 4,194,304 is 4 MiB."""
     max_nesting: Annotated[Int, Field(ge=1, le=500)] = 64
     """Maximum nesting depth of a row; deeper rows are dropped as `too_large`."""
-    min_reply_chars: Annotated[Int, Field(ge=0)] = 0
+    min_reply_chars: Count = 0
     """Minimum number of characters in all replies of a row; shorter rows are dropped as `too_short`. 0: no minimum."""
     thinking: Literal["keep", "strip"] = "keep"
     """What to do with the thinking of replies (`<think>...</think>`, `reasoning_content`). `keep`: the template renders
     it, and it is supervised; `strip`: it is removed and counted."""
-    max_unknown_share: Annotated[Float, Field(ge=0, le=1)] = 0.01
+    max_unknown_share: Share = 0.01
     """Maximum share of unknown tokens (`<unk>`), which stand for characters that are not in the vocabulary. Above it,
     `prepare` stops and lists the characters."""
     drop_urls: Bool = False
@@ -217,7 +205,7 @@ class Data(Section):
     index: Text | None = None
     """Index made by `tunewell index`, for open-book training: passages from it are added to each question, as in
     `tunewell ask`. Whole documents are held out, instead of the share in `held_out`."""
-    max_repeats: Annotated[Int, Field(ge=1)] = 4
+    max_repeats: Positive = 4
     """Maximum number of copies of a document that are made to reach the `share` of its source."""
     clean: Clean = Clean()
 
@@ -303,15 +291,15 @@ class MethodSettings(Section):
     kind: MethodName = Field(default="lora", description=OneOf(METHODS).doc())
     rank: Annotated[Int, Field(ge=1, le=4096)] = 16
     """LoRA rank. A higher rank can store more and needs more memory."""
-    alpha: Annotated[Int, Field(ge=1)] = 32
+    alpha: Positive = 32
     """LoRA alpha: the output of the adapter is scaled by alpha / rank."""
-    dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    dropout: PartialShare = 0.0
     """LoRA dropout: share of the adapter's inputs that are set to zero at each step."""
     rslora: Bool = False
     """Rank-stabilised LoRA: scale by alpha / sqrt(rank), so that high ranks do not learn too slowly."""
     targets: Literal["all-linear"] | tuple[Text, ...] = "all-linear"
     """Linear layers with an adapter: `all-linear` (without the output head), or names like `[q_proj, v_proj]`."""
-    layers: Literal["all"] | tuple[Annotated[Int, Field(ge=0)], ...] = "all"
+    layers: Literal["all"] | tuple[Count, ...] = "all"
     """Decoder layers that are trained, counted from 0, or `all`. With `kind: full`, all other weights are frozen, and
     no gradient is computed below the lowest of these layers."""
     modules_to_save: tuple[Text, ...] = ()
@@ -343,42 +331,42 @@ class Train(Section):
     single = {"epochs": (int, float), "max_steps": (int,)}  # noqa: RUF012
     epochs: Annotated[Float, Field(gt=0, le=10_000)] = 3.0
     """Number of passes over the training documents. `max_steps` takes precedence."""
-    max_steps: Annotated[Int, Field(ge=1)] | None = None
+    max_steps: Positive | None = None
     """Number of optimizer steps, instead of `epochs`. `null`: as many as the epochs need."""
     learning_rate: Annotated[Float, Field(gt=0, le=1)] | Auto = "auto"
     """Peak learning rate, reached at the end of the warm-up. `auto`: 2e-4 for LoRA, 2e-5 for full fine-tuning, and
     2e-4 for a new model with random weights; with `galore`, ten times that."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate schedule after the warm-up: cosine or linear decay to `min_rate_share`, or constant."""
-    min_rate_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    min_rate_share: Share = 0.0
     """Final learning rate as a share of the peak."""
-    warmup: Annotated[Float, Field(ge=0)] = 0.03
+    warmup: NonNegative = 0.03
     """Warm-up. A value below 1 is a share of all steps; a value of 1 or more is a number of steps."""
     optimizer: OptimizerName = Field(default="adamw", description=OneOf(OPTIMIZERS).doc())
-    weight_decay: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    weight_decay: PartialShare = 0.0
     """Weight decay; not applied to norms and biases."""
-    adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = 0.9
+    adam_beta1: PartialShare = 0.9
     """Adam beta1: decay of the running mean of the gradients."""
-    adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
+    adam_beta2: PartialShare = 0.999
     """Adam beta2: decay of the running mean of the squared gradients."""
-    adam_epsilon: Annotated[Float, Field(gt=0)] = 1e-8
+    adam_epsilon: PositiveFloat = 1e-8
     """Adam epsilon: added to the denominator to avoid division by zero."""
     galore_rank: Annotated[Int, Field(ge=1, le=4096)] = 128
     """GaLore: rank of the projected gradients. Matrices whose shorter side is not longer are not projected."""
-    galore_every: Annotated[Int, Field(ge=1)] = 200
+    galore_every: Positive = 200
     """GaLore: steps between two refreshes of a projection. The refreshes of different matrices are spread over them."""
-    galore_scale: Annotated[Float, Field(gt=0)] = 0.25
+    galore_scale: PositiveFloat = 0.25
     """GaLore: factor of the updates of projected matrices."""
     galore_8bit: Bool = False
     """GaLore: store the moments in 8 bits, as `adamw8bit` does."""
-    max_grad_norm: Annotated[Float, Field(gt=0)] | None = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
     """Gradient clipping: a gradient with a larger norm is scaled down to this norm. `null`: no clipping."""
-    batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    batch_tokens: Positive | Auto = "auto"
     """Tokens per optimizer step, context tokens included. `auto`: one fortieth of an epoch, at least 256 and at most
     16,384."""
-    batch_documents: Annotated[Int, Field(ge=1)] | None = None
+    batch_documents: Positive | None = None
     """Documents per optimizer step, instead of `batch_tokens`."""
-    micro_batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    micro_batch_tokens: Positive | Auto = "auto"
     """Tokens per forward pass. A step is split into as many micro-batches as necessary (gradient accumulation), with
     the same result."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -400,7 +388,7 @@ class Train(Section):
     in_memory: Bool = False
     """Load the whole corpus into memory at the start, for disks on which memory-mapping is slow, like Windows drives
     under WSL."""
-    threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    threads: Positive | Auto = "auto"
     """CPU threads. `auto`: measured at the start, because more threads can be slower on a busy machine."""
 
 
@@ -433,7 +421,7 @@ class Config(Section):
     method: MethodSettings = MethodSettings()
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: CheckpointRules = CheckpointRules()
     healing: Healing = Healing()
     plan: PlanRules = PlanRules()
     verdict: VerdictRules = VerdictRules()

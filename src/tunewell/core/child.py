@@ -147,6 +147,18 @@ class Child:
         except queue.Empty:
             raise TimeoutError(f"no answer within {seconds:g} s") from None
 
+    def ask(self, request: Any, *, progress: ProgressListener = silent, seconds: float | None = None) -> Any:
+        """Return the result of a process that uses `answer`; see `call` for what is raised."""
+        self.send(request)
+        for message in self.messages(seconds):
+            if "progress" in message:
+                progress(Progress(**message["progress"]))
+            elif "error" in message:
+                raise UserError(**message["error"])
+            elif "result" in message:
+                return message["result"]
+        raise ChildDied(self.wait())
+
     def wait(self) -> Ended:
         """Wait until the process ends, and return how it did."""
         code = self._process.wait()
@@ -194,15 +206,7 @@ def call(
     `seconds`.
     """
     with Child([sys.executable, "-m", module], environment=environment) as child:
-        child.send(request)
-        for message in child.messages(seconds):
-            if "progress" in message:
-                progress(Progress(**message["progress"]))
-            elif "error" in message:
-                raise UserError(**message["error"])
-            elif "result" in message:
-                return message["result"]
-        raise ChildDied(child.wait())
+        return child.ask(request, progress=progress, seconds=seconds)
 
 
 def answer(act: Callable[[Any, ProgressListener], Any]) -> None:

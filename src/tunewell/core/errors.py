@@ -34,11 +34,11 @@ _MIN_LETTERS = 3
 """Letters of an abbreviation that stands for one name only: `eval` for `evaluate`."""
 
 
-def close_names(name: str, known: Iterable[str], n: int = 1) -> list[str]:
+def close_names(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names that a misspelled or abbreviated name stands for, best first; none if in doubt."""
     names = list(known)
     longer = [other for other in names if other.startswith(name) and len(name) >= _MIN_LETTERS]
-    return difflib.get_close_matches(name, names, n, _MIN_SIMILARITY) or (longer if len(longer) == 1 else [])
+    return difflib.get_close_matches(name, names, 1, _MIN_SIMILARITY) or (longer if len(longer) == 1 else [])
 
 
 def did_you_mean(guesses: Iterable[str], otherwise: str) -> str:

@@ -3,13 +3,12 @@
 The spine reaches a feature only through this table. A feature is removed by deleting its folder and its entry there.
 """
 
-import tomllib
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_data
 from tunewell.core.plugins import Plugin, find_plugins
 from tunewell.core.registry import load_path
 
@@ -19,7 +18,7 @@ _PACKAGE = "tunewell.features"
 @cache
 def features() -> dict[str, dict[str, Any]]:
     """Return the parts of each feature by its name, as `features.toml` has them."""
-    return tomllib.loads(Path(__file__).with_name("features.toml").read_text(encoding="utf-8"))
+    return read_data(__file__, "features.toml")
 
 
 def plugin_commands() -> dict[str, Plugin]:

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import stat
+import tomllib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -120,6 +121,12 @@ def read_text(path: Path, *, encoding: str = "utf-8", errors: str = "strict") ->
         return file.read()
 
 
+def read_data(module: str, name: str) -> Any:
+    """Return the content of a TOML or JSON file of this package. It lies beside the `module`, a `__file__`."""
+    text = Path(module).with_name(name).read_text(encoding="utf-8")
+    return tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
+
+
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with open_file(path) as file:
@@ -149,6 +156,12 @@ def parse_json(data: str | bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
+
+
+def read_table(module: str, name: str) -> dict[str, Any]:
+    """Return a TOML or JSON table that lies beside a module: `read_table(__file__, "names.toml")`."""
+    text = Path(module).with_name(name).read_text(encoding="utf-8")
+    return tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
 
 
 def stable_json(value: Any) -> str:
@@ -313,27 +326,14 @@ def _disk_full(folder: Path, needed_bytes: int) -> UserError:
     )
 
 
-_PATH_PROBLEMS = {
-    errno.EROFS: ("the disk is read-only", "choose a path on another disk with `--out`"),
-    errno.EACCES: ("permission denied", "change the permissions, or choose another path"),
-    errno.EPERM: ("permission denied", "change the permissions, or choose another path"),
-    errno.ENAMETOOLONG: ("the path is too long", "choose a shorter path: most disks allow 255 bytes in a name"),
-    errno.ENOTDIR: ("a part of the path is a file, not a folder", "choose another path"),
-    errno.ELOOP: ("the path contains a loop of links", "choose another path"),
-    errno.ENOSPC: ("the disk is full", "free some space, and run the command again"),
-    errno.EDQUOT: ("your disk quota is used up", "free some space, and run the command again"),
-    errno.EIO: ("the disk reports an error", "check the disk, and run the command again"),
-}
-
-
 def explain_os_error(error: OSError) -> UserError | None:
     """Return a UserError for a problem of a path or a disk, or None for an error that may be a bug."""
-    what, fix = _PATH_PROBLEMS.get(error.errno or 0, ("", ""))
-    if not what or error.filename is None:
+    known = read_data(__file__, "path_problems.toml").get(errno.errorcode.get(error.errno or 0))
+    if known is None or error.filename is None:
         return None
     name = str(cast(object, error.filename))
     shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}... ({len(name):,} characters)"
-    return UserError(what, where=shown, fix=fix)
+    return UserError(known[0], where=shown, fix=known[1])
 
 
 def require_output_path(path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Question:
+class MenuQuestion:
     """A question with numbered options."""
 
     text: str
@@ -15,5 +15,5 @@ class Question:
     """Facts that help to answer, like the first row: a name and a text each."""
 
 
-Asker = Callable[[Question], str | None]
+Asker = Callable[[MenuQuestion], str | None]
 """Returns the value of the chosen option, or None if there is no answer, as at the end of the input."""

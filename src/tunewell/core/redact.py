@@ -23,63 +23,6 @@ _MIN_DISTINCT_CHARS = 4
 """Minimum number of distinct characters in a variable's value: `00000000` occurs in many numbers and hashes."""
 _MIN_TOKEN_CHARS = 15
 
-# Each pattern starts with a literal or stops where the next one could start, so that matching takes linear time.
-# A named group matches the text before the secret. This text is not redacted.
-_SHAPES = {
-    "Hugging Face token": r"hf_(?!<camel>)[A-Za-z0-9]{16,}",
-    "API key": r"(?<![A-Za-z0-9])sk-(?!<words>)[A-Za-z0-9_-]{16,}",  # OpenAI, Anthropic and others
-    "GitHub token": r"gh[oprsu]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,}",
-    "package token": r"glpat-[A-Za-z0-9_-]{16,} | npm_[A-Za-z0-9]{30,} | pypi-[A-Za-z0-9_-]{30,}",
-    "Slack token": r"xox[abeoprs]-[A-Za-z0-9-]{10,}",
-    "Google key": r"AIza[A-Za-z0-9_-]{30,}",
-    "AWS key": r"""
-        (?<![A-Za-z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])        # the public half
-      | (?P<aws>(?i:secret_?access_?key|aws_?secret(?:_?key)?)["']?\s{0,9}[:=]\s{0,9}["']?)[A-Za-z0-9/+=]{30,}""",
-    "password": r"""
-        (?P<assigned>(?i:\b(?:password|passwd|passphrase|api_?key|(?:access|auth|hf)_?token|client_?secret))
-          ["']?\s{0,9}[:=]\s{0,9}["']?)[^\s"',;&]{8,}
-      | (?P<bearer>(?i:\bbearer)[ ]{1,9})(?=\S{0,99}\d|\S{20})[A-Za-z0-9._~+/=-]{8,}
-      | (?P<url>[A-Za-z0-9+]://[^\s/?#@:"'<>]*:)[^\s/?#@"'<>]+(?=@)     # user:password@host
-      | (?P<query>[?&](?i:x-amz-(?:signature|credential|security-token)|sig|signature|token|key)=)[^\s&"'<>]{8,}""",
-    "JSON Web Token": r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+",
-    "private key": r"(?P<pem>-----BEGIN[ ][A-Z ]{0,20}PRIVATE[ ]KEY-----)[^-]{1,20000}",
-}
-_PERSONAL = {
-    "e-mail address": r"(?<![\w.+-])[A-Za-z0-9][\w.+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,}(?![\w-])",
-    "phone number": r"""
-        (?<![\w)*/=<>+-])(?<![\d)][ ])\+\d{1,3}(?:[ .-]?\(?\d{1,4}\)?){2,6}(?!\w)
-      | (?<![\w.*/=<>+-])(?:1[ .-])?(?:\([2-9]\d{2}\)[ ]?|[2-9]\d{2}[.-])[2-9]\d{2}[.-]\d{4}(?![\w*/=<>+-]|\.\d)
-      | (?P<phone>(?i:\b(?:tele)?(?:phone|fax|mobile|tel)\b)[^\d\n]{0,15})\d(?:[ .()/-]?\d){6,14}(?!\w)""",
-    "card number": r"""(?<![\w.*/=+-])(?:[3-6]\d{3}[ -]?\d{4}[ -]?\d{4}(?:[ -]?\d{1,4}){1,2}|3\d{3}[ -]?\d{6}[ -]?\d{5})
-        (?![\w*/=+-]|\.\d)""",
-    "bank account": r"(?<!\w)[A-Z]{2}\d{2}(?:[ ]?[A-Z0-9]{4}){2,7}(?:[ ]?[A-Z0-9]{1,4})?(?!\w)",
-    "social security number": r"(?<![\w*/=+.-])(?!000|666|9)\d{3}-(?!00)\d{2}-(?!0000)\d{4}(?![\w*/=+-]|\.\d)",
-}
-POSSIBLE_SECRETS = (
-    r"hf_|sk-|gh[oprsu]_|github_pat_|glpat-|npm_|pypi-|xox[abeoprs]-|AIza|AKIA|ASIA|eyJ|PRIVATE KEY|://|:\\/\\/"
-    r"|[A-Za-z0-9_]@[A-Za-z0-9]|[A-Z]{2}\d{2} ?[A-Z0-9]{4}|\\u00[2-7]"
-    r"|(?i:secret|passw|passphrase|api_?key|token|bearer|[?&](?:sig|signature|key)=)"
-    r"|\+\d{1,3}[ .()-]{1,2}\d{1,4}[ .()-]{0,2}\d{3}|\+\d{8}|[2-9]\d\d\)? ?[.-]?[2-9]\d\d[.-]\d{4}"
-    r"|[3-6]\d{3}[ -]?\d{4}[ -]?\d{4}"
-    r"|3\d{3}[ -]?\d{6}[ -]?\d{5}|\d{3}-\d\d-\d{4}",
-    r"(?i:phone|fax|mobile|tel)[^\d\n]{0,15}\d[ .()/-]?\d[ .()/-]?\d[ .()/-]?\d[ .()/-]?\d[ .()/-]?\d[ .()/-]?\d",
-)
-"""One of them matches every text with a secret. They need no lookaround, so that a fast engine can run them; as one
-pattern, they need too many states and take a hundred times as long."""
-_HINTS = {
-    "Hugging Face token": ("hf_",),
-    "API key": ("sk-",),
-    "GitHub token": ("gh", "github_pat_"),
-    "package token": ("glpat-", "npm_", "pypi-"),
-    "Slack token": ("xox",),
-    "Google key": ("aiza",),
-    "AWS key": ("akia", "asia", "secret"),
-    "password": ("pass", "key", "token", "secret", "bearer", "://", "sig"),
-    "JSON Web Token": ("eyj",),
-    "private key": ("-----begin",),
-    "e-mail address": ("@",),
-}
-"""Lower-case texts. Each secret contains at least one of them; searching for them is faster than the pattern."""
 _PLACEHOLDER = re.compile(r"(?i)your|example|placeholder|x{4}|\*{3}|[<>{}$\[\]()]|\.\.\.")
 _RESERVED_DOMAIN = re.compile(r"(?i)@(?:[\w-]+\.)*(?:example(?:\.\w+)?|test|invalid|localhost|domain\.com|email\.com)$")
 _SECRET_NAME = re.compile(
@@ -165,7 +108,8 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
-    shapes = [shape for kind, shape in _SHAPES.items() if kind != "password"]  # in output, any value of a name
+    kinds = _knowledge()["secrets"].items()
+    shapes = [own["shape"] for kind, own in kinds if kind != "password"]  # in output, any value of a name
     return _compile("|".join([*map(_exactly, values), _knowledge()["output"], *shapes]))
 
 
@@ -178,12 +122,9 @@ def _exactly(value: str) -> str:
     return rf"(?<=//){escaped}(?=@)|(?<![\w/\\.-]){escaped}(?![\w/-]|\.\w|\\(?!\"))"
 
 
-SECRET_KINDS = (*_SHAPES, *_PERSONAL)
-
-
-@lru_cache(maxsize=1)
-def _kinds() -> dict[str, re.Pattern[str]]:
-    return {kind: _compile(shape) for kind, shape in (_SHAPES | _PERSONAL).items()}
+def possible_secrets() -> list[str]:
+    """Return patterns of which one matches every text with a secret or personal data."""
+    return ["|".join(parts) for parts in _knowledge()["possible"]]
 
 
 def hide_secrets(text: str, found: Counter[str]) -> str:
@@ -213,9 +154,9 @@ def secret_spans(text: str) -> list[tuple[int, int, str]]:
 
 def _possible_kinds(text: str) -> Iterator[tuple[str, re.Pattern[str]]]:
     folded = text.lower()
-    for kind, pattern in _kinds().items():
-        if any(hint in folded for hint in _HINTS.get(kind, ("",))):
-            yield kind, pattern
+    for kind, own in (_knowledge()["secrets"] | _knowledge()["personal"]).items():
+        if any(hint in folded for hint in own.get("hints", [""])):
+            yield kind, _compile(own["shape"])
 
 
 def _secret_start(match: re.Match[str]) -> int:

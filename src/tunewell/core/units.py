@@ -1,6 +1,7 @@
 """Format numbers for people: thousands separators, percentages, sizes, durations."""
 
 import math
+from collections.abc import Sequence
 
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -10,6 +11,13 @@ def count(number: int, noun: str | None = None, plural: str | None = None) -> st
     if noun is None:
         return f"{number:,}"
     return f"{number:,} {noun if abs(number) == 1 else plural or noun + 's'}"
+
+
+def listed(parts: Sequence[str], most: int = 5, *, noun: str = "") -> str:
+    """Return the first parts separated by commas, and the number of the others: `a, b and 3 more files`."""
+    rest = len(parts) - most
+    more = f" and {count(rest, f'more {noun}') if noun else f'{count(rest)} more'}" if rest > 0 else ""
+    return ", ".join(parts[:most]) + more
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -1,27 +1,18 @@
 """Which tunewell wrote a file: its version, and the commit where one is known."""
 
-import json
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from tunewell import __version__
+from tunewell.core.optional import direct_url
 
 
 @cache
 def made_by() -> str:
     """Return the name and version of this program, with the commit of a checkout or of an installation from git."""
-    commit = _installed_commit() or _checkout_commit(Path(__file__).parents[3])
+    installed = (direct_url() or {}).get("vcs_info", {}).get("commit_id", "")
+    commit = installed or _checkout_commit(Path(__file__).parents[3])
     return f"tunewell {__version__}" + (f" ({commit[:9]})" if commit else "")
-
-
-def _installed_commit() -> str:
-    """Return the commit that pip recorded, or nothing."""
-    try:
-        origin = distribution("tunewell").read_text("direct_url.json") or "{}"
-    except PackageNotFoundError:
-        return ""
-    return json.loads(origin).get("vcs_info", {}).get("commit_id", "")
 
 
 def _checkout_commit(folder: Path) -> str:

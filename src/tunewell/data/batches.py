@@ -7,9 +7,9 @@ micro-batch   documents of a step, concatenated            the sum over all micr
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,13 +117,10 @@ class DataOrder:
     def _begins(self) -> list[int]:
         return [0]
 
-    def _cut(self, epoch: int) -> list[Numbers]:
-        """Return the steps of an epoch. Only the last epoch is cached, so that memory does not grow."""
-        cuts: dict[int, list[Numbers]] = self.__dict__.setdefault("_cuts", {})
-        if epoch not in cuts:
-            cuts.clear()
-            cuts[epoch] = self.steps_of_epoch(epoch)
-        return cuts[epoch]
+    @cached_property
+    def _cut(self) -> Callable[[int], list[Numbers]]:
+        """The steps of an epoch. Only the last epoch is cached, so that memory does not grow."""
+        return lru_cache(maxsize=1)(self.steps_of_epoch)
 
 
 def _next_fit(lengths: Numbers, budget: int) -> list[tuple[int, int]]:

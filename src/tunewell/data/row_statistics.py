@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.schema import Config
+from tunewell.core.files import read_table
 from tunewell.core.text import likely_language
 from tunewell.data.corpus.spec import read_options, source_options
 from tunewell.data.rows.conversation import Rejected, map_leaves
@@ -24,13 +25,7 @@ _PIECES = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_+|\n+")
 _MESSAGE_TOKENS, _CONVERSATION_TOKENS = 5, 10
 """Markers and role of a message, as in ChatML, and a short system prompt that some templates add."""
 _WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
-LANGUAGES = {
-    **{"en": "English", "de": "German", "fr": "French", "es": "Spanish", "it": "Italian", "pt": "Portuguese"},
-    **{"nl": "Dutch", "sv": "Swedish", "fi": "Finnish", "hu": "Hungarian", "pl": "Polish", "cs": "Czech"},
-    **{"ro": "Romanian", "tr": "Turkish", "id": "Indonesian", "vi": "Vietnamese", "ru": "Russian", "uk": "Ukrainian"},
-    **{"ar": "Arabic", "he": "Hebrew", "el": "Greek", "hi": "Hindi", "th": "Thai"},
-    **{"ja": "Japanese", "ko": "Korean", "zh": "Chinese"},
-}
+LANGUAGES: dict[str, str] = read_table(__file__, "languages.toml")
 """The languages that the catalogue of models names and `likely_language` can tell."""
 
 
@@ -115,11 +110,6 @@ def _measure(item: Any, options: ReadOptions, converter: Converter) -> tuple[int
 
 
 def _strings(value: Any) -> list[str]:
-    found: list[str] = []
-
-    def keep(text: Any) -> Any:
-        found.extend([text] if isinstance(text, str) else ())
-        return text
-
-    map_leaves(value, keep)
-    return found
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return [text for text in found if isinstance(text, str)]

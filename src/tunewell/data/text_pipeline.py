@@ -35,10 +35,10 @@ class TextPipeline:
     rule: SupervisionRule
     warnings: list[str] = field(default_factory=list[str])
     """Templates that probably do not do what the user wants."""
-    _maskers: dict[tuple[str, SupervisionRule], Masker] = field(
-        default_factory=dict[tuple[str, SupervisionRule], Masker]
-    )
-    _encoders: dict[frozenset[str], Encoder] = field(default_factory=dict[frozenset[str], Encoder])
+
+    def __post_init__(self) -> None:
+        self._maskers: dict[tuple[str, SupervisionRule], Masker] = {}
+        self._encoders: dict[frozenset[str], Encoder] = {}
 
     @classmethod
     def load(cls, loaded: LoadedConfig) -> "TextPipeline":

@@ -45,6 +45,8 @@ class BaseQuestions:
     max_documents: int | None
     everyday: TokenizedDocuments
     prompts: Sequence[Sequence[int]]
+    hinted: Sequence[Sequence[int]]
+    ordinary: Sequence[Sequence[int]]
     num_compared: int
     stop_ids: Sequence[int]
     answer_tokens: int
@@ -89,7 +91,9 @@ class BaseCache:
             outputs = ModelOutputs(
                 held_out=_losses(arrays, "held_out"),
                 everyday=_losses(arrays, "everyday"),
-                answers=_answers(arrays),
+                answers=_answers(arrays, "answers"),
+                hinted=_answers(arrays, "hinted"),
+                ordinary=_answers(arrays, "ordinary"),
                 logits=arrays.get("logits"),
             )
             made_at = datetime.fromtimestamp(self._path.stat().st_mtime, UTC).isoformat(timespec="seconds")
@@ -108,10 +112,12 @@ class BaseCache:
                 arrays |= {f"{name}.{part}": value for part, value in parts}
         if outputs.logits is not None:
             arrays["logits"] = outputs.logits
-        ids = [token for answer in outputs.answers for token in answer.ids]
-        arrays["answers.ids"] = np.asarray(ids, dtype=np.int64)
-        arrays["answers.lengths"] = np.asarray([len(answer.ids) for answer in outputs.answers], dtype=np.int64)
-        arrays["answers.ended"] = np.asarray([answer.ended for answer in outputs.answers], dtype=bool)
+        for name in ("answers", "hinted", "ordinary"):
+            answers: list[Generated] = getattr(outputs, name)
+            ids = [token for answer in answers for token in answer.ids]
+            arrays[f"{name}.ids"] = np.asarray(ids, dtype=np.int64)
+            arrays[f"{name}.lengths"] = np.asarray([len(answer.ids) for answer in answers], dtype=np.int64)
+            arrays[f"{name}.ended"] = np.asarray([answer.ended for answer in answers], dtype=bool)
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
         _CACHE.write(self._path.stem, buffer.getvalue())
@@ -123,12 +129,12 @@ def _losses(arrays: dict[str, Any], name: str) -> DocumentLosses | None:
     return DocumentLosses(arrays[f"{name}.documents"], arrays[f"{name}.sums"], arrays[f"{name}.tokens"])
 
 
-def _answers(arrays: dict[str, Any]) -> list[Generated]:
-    ends = np.cumsum(arrays["answers.lengths"]).tolist()
+def _answers(arrays: dict[str, Any], name: str) -> list[Generated]:
+    ends = np.cumsum(arrays[f"{name}.lengths"]).tolist()
     starts = [0, *ends[:-1]]
-    ids = arrays["answers.ids"].tolist()
-    ended = arrays["answers.ended"].tolist()
-    return [Generated(ids[start:end], has_ended) for start, end, has_ended in zip(starts, ends, ended, strict=True)]
+    ids = arrays[f"{name}.ids"].tolist()
+    ended = arrays[f"{name}.ended"].tolist()
+    return [Generated(ids[start:end], has_ended) for start, end, has_ended in zip(starts, ends, ended, strict=False)]
 
 
 def _weights(model: ChatModel) -> list[Any] | None:
@@ -150,7 +156,8 @@ def _digest(questions: BaseQuestions) -> str:
         for ids, labels in _documents(split, most):
             digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
         digest.update(b"end of a split")
-    digest.update(json.dumps([[int(token) for token in prompt] for prompt in questions.prompts]).encode())
+    for prompts in (questions.prompts, questions.hinted, questions.ordinary):
+        digest.update(json.dumps([[int(token) for token in prompt] for prompt in prompts]).encode())
     digest.update(str(questions.num_compared).encode())
     return digest.hexdigest()
 

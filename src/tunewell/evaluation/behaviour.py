@@ -30,7 +30,7 @@ _TRANSLATES = re.compile(
 
 
 @dataclass(frozen=True)
-class Sample:
+class JudgedAnswer:
     """One answer of a model, with its question and reference."""
 
     text: str
@@ -45,7 +45,7 @@ class Sample:
     """Text of each control token in `ids`; empty for a token without text."""
 
 
-def find_faults(answer: Sample) -> list[Fault]:
+def find_faults(answer: JudgedAnswer) -> list[Fault]:
     """Return the faults of an answer, the worst first; correctness is not checked."""
     text = answer.text.strip(BLANK)
     if not answer.ids and not text:
@@ -64,7 +64,7 @@ def find_faults(answer: Sample) -> list[Fault]:
     return [fault for fault, is_present in found.items() if is_present]
 
 
-def _has_control_tokens(answer: Sample) -> bool:
+def _has_control_tokens(answer: JudgedAnswer) -> bool:
     if any(not token or token not in answer.reference for token in answer.control_texts):
         return True
     known = answer.reference + answer.question
@@ -91,7 +91,7 @@ def _goes_on_as_the_user(text: str) -> bool:
     return "Human" in user[0] or (num_turns >= 2 and not _ASSISTANT.match(text))
 
 
-def _is_in_another_language(answer: Sample) -> bool:
+def _is_in_another_language(answer: JudgedAnswer) -> bool:
     expected = answer.reference
     if detect_language(expected) is None and detect_script(expected) in ("LATIN", None):
         expected = answer.question

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 from tunewell.core.text import fold, function_words, split_words
-from tunewell.evaluation.answer_keys import AnswerKey, split_tokens
+from tunewell.scoring.answer_keys import AnswerKey, split_tokens
 
 _SHARED_CONTENT = 0.6
 """Share of the shorter question's content words that two questions with the same reference must have in common, to be

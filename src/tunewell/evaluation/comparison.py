@@ -1,7 +1,7 @@
 """Compare several runs or models as columns: each has a name and answers to the same questions.
 
 A column of a run also has settings, data, a curve, speed and memory. `compare_columns` needs only the answers, so that
-other kinds of columns can be added. `compare_reports` is the same for two reports, as `validate --against` shows them.
+other kinds of columns can be added.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from tunewell.core.text import shorten
-from tunewell.evaluation.intervals import LEVEL, PairedDifference, compare_pair, difference_record, holm, share_interval
+from tunewell.evaluation.intervals import LEVEL, PairedDifference, compare_pair, holm, share_interval
 from tunewell.evaluation.measurements import cluster_numbers
 from tunewell.records.events import plain
-from tunewell.records.report import DifferenceRecord, Report
+from tunewell.records.report import Report
 from tunewell.runs.loss_curve import Line
 
 MAX_CHANGES = 100
@@ -345,101 +344,3 @@ def _adjusted(differences: list[ColumnDifference]) -> list[ColumnDifference]:
         replace(one, p=p, more_questions=one.more_questions if p > LEVEL else None)
         for one, p in zip(differences, adjusted, strict=True)
     ]
-
-
-# Two reports, as `validate --against` shows them.
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A value that both runs have, or one of them; None, or the text `nothing`, if it is missing."""
-
-    name: str
-    other: Any
-    this: Any
-
-
-@dataclass(frozen=True)
-class MetricPair(Difference):
-    """The values of one metric in both runs."""
-
-    is_lower_better: bool
-
-
-@dataclass(frozen=True)
-class AnswerChange:
-    """A question that the two runs answer differently."""
-
-    question: str
-    reference: str
-    other: str
-    this: str
-    other_right: bool | None
-    this_right: bool | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The comparison of two runs."""
-
-    this: str
-    other: str
-    verdicts: tuple[str, str]
-    """Verdict of the other run, then of this run."""
-    figures: list[MetricPair]
-    num_both: int
-    """Number of questions asked in both runs."""
-    became_right: int
-    became_wrong: int
-    difference: DifferenceRecord | None
-    """Share of right answers of this run minus that of the other run, on the questions asked in both."""
-    changed: list[AnswerChange]
-    """At most 100 answers; those that became wrong or right come first."""
-    config: list[Difference]
-    data: list[Difference]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the object that `validate --against --json` adds to its output."""
-        return plain(asdict(self) | {"difference": self.difference and self.difference.model_dump(mode="json")})
-
-
-def compare_reports(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Comparison:
-    """Compare two reports; `configs` are the configs of this run and of the other run."""
-    columns = [
-        column_of(report, report.subject.name, settings=config)
-        for report, config in ((other, configs[1]), (this, configs[0]))
-    ]
-    found = compare_columns(columns)
-    total = found.differences[0] if found.differences else ColumnDifference("", "")
-    changed = [
-        AnswerChange(one.question, one.reference, one.answers[0], one.answers[1], one.right[0], one.right[1])
-        for one in found.changed
-    ]
-    # Lost answers first, then new ones, then the same in other words.
-    changed.sort(key=lambda one: (bool(one.this_right) - bool(one.other_right)) or 2)
-    return Comparison(
-        this=this.subject.name,
-        other=other.subject.name,
-        verdicts=(other.verdict, this.verdict),
-        figures=[
-            MetricPair(row.name, row.values[0], row.values[1], row.name not in ("right", "F1")) for row in found.metrics
-        ],
-        num_both=found.num_common,
-        became_right=total.became_right,
-        became_wrong=total.became_wrong,
-        difference=difference_record(_paired(columns[0], columns[1], _common(columns)))
-        if total.num_questions
-        else None,
-        changed=changed,
-        config=differences(columns[1].settings, columns[0].settings),
-        data=differences(columns[1].data, columns[0].data),
-    )
-
-
-def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """Return the entries that differ; a missing entry is shown as `nothing`."""
-    return [Difference(row.name, _shown(row.values[0]), _shown(row.values[1])) for row in _differing([other, this])]
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else shorten(str(value), 60)

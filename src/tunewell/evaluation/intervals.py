@@ -61,7 +61,7 @@ class PairedDifference:
 
     def describe(self) -> str:
         """Return the result in one sentence without its end."""
-        if self.is_shown:
+        if self.is_shown and self.difference:
             better, worse = (self.first, self.second) if self.difference > 0 else (self.second, self.first)
             low, high = sorted(abs(bound) if bound * self.difference > 0 else 0.0 for bound in self.interval)
             return f"{better} is better than {worse} by {100 * low:.0f} to {100 * high:.0f} percentage points"
@@ -88,6 +88,21 @@ def compare_pair(
         num_questions=len(differences),
         num_clusters=len(sizes),
         more_questions=_questions_to_tell(sums, sizes),
+    )
+
+
+def compare_sums(sums: npt.ArrayLike, sizes: npt.ArrayLike, *, names: tuple[str, str]) -> PairedDifference:
+    """Compare two systems by the differences of their sums, such as losses by document, and the sizes of these."""
+    sums, sizes = np.asarray(sums, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
+    interval = _invert_sign_flips(sums, sizes) or Interval(-math.inf, math.inf)
+    return PairedDifference(
+        *names,
+        difference=float(sums.sum() / sizes.sum()),
+        interval=interval,
+        p=sign_flip_p(sums, range(len(sums))),
+        num_questions=len(sums),
+        num_clusters=len(sums),
+        more_questions=_questions_to_tell(sums, np.ones(len(sums))),
     )
 
 

@@ -8,12 +8,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tunewell.core.text import shorten_line
-from tunewell.evaluation.intervals import share_interval
-from tunewell.evaluation.matching import is_short_reference
-from tunewell.records.report import Answer, AnswerCounts, AnsweredQuestion, LogitChange, LossPair
+from tunewell.evaluation.intervals import PairedDifference, compare_pair, share_interval
+from tunewell.records.report import (
+    Answer,
+    AnswerCounts,
+    AnsweredQuestion,
+    ConstantAnswer,
+    Forgotten,
+    LogitChange,
+    LossPair,
+)
 
 FEW_QUESTIONS = 5
-"""With fewer questions or rows than this, a share of them is never a FAIL, because one answer changes it too much."""
+"""With fewer questions than this, a share of them is never a FAIL, because one answer changes it too much."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,22 @@ class Measurements:
     held_out: LossPair | None = None
     by_source: Sequence[LossPair] = ()
     everyday: LossPair | None = None
-    vocab_size: int | None = None
-    """Size of the vocabulary; an untrained model has a loss of ln(vocab_size)."""
+    loss_difference: PairedDifference | None = None
+    """Held-out loss of the base model minus that of the tuned model: above zero, the tuned model is better."""
+    task: str = "text"
+    noun: str = "answers"
+    """What is right, in the plural."""
+    min_right: float | None = None
+    """Share of the questions that must be answered right; None if no answer is right or wrong."""
+    constant: ConstantAnswer | None = None
+    forgotten: Sequence[Forgotten] = ()
     train_curve: Sequence[tuple[int, float]] = ()
     """Pairs of (step, loss) from the training log."""
     held_out_curve: Sequence[tuple[int, float]] = ()
     evaluated_step: int | None = None
     questions: Sequence[AnsweredQuestion] = ()
+    num_held_out: int = 0
+    """Number of held-out rows, of which at most `verdict.questions` were asked."""
     is_adapter: bool = False
     learning_rate: float | None = None
     """Learning rate of the training, used in advice."""
@@ -62,10 +78,25 @@ class Measurements:
         return f"`train.epochs: {2 * self.epochs:.3g}`" if self.epochs else "twice the `train.epochs`"
 
     @property
-    def judged_questions(self) -> list[AnsweredQuestion]:
-        """The questions whose answers count as right or wrong: those with an answer key or a short reference."""
-        known = [question for question in self.questions if question.tuned.right is not None]
-        return [question for question in known if question.key or is_short_reference(question.reference)]
+    def judged(self) -> list[AnsweredQuestion]:
+        """The questions whose answers are right or wrong."""
+        return [question for question in self.questions if question.tuned.right is not None]
+
+    def num_right(self, *, of_base: bool = False) -> int:
+        """Return the number of right answers of one model."""
+        answers = [one.base if of_base else one.tuned for one in self.judged]
+        return sum(answer is not None and bool(answer.right) for answer in answers)
+
+    @property
+    def difference(self) -> PairedDifference | None:
+        """Share of right answers of the tuned model minus that of the base model; None if there is no base model."""
+        pairs = [(one, one.base) for one in self.judged if one.base is not None]
+        if not pairs:
+            return None
+        tuned, base = [bool(one.tuned.right) for one, _ in pairs], [bool(answer.right) for _, answer in pairs]
+        return compare_pair(
+            tuned, base, cluster_numbers([one for one, _ in pairs]), names=("the tuned model", "the base model")
+        )
 
     @property
     def inspect_command(self) -> str:

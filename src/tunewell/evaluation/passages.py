@@ -6,8 +6,8 @@ from typing import Protocol
 
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.reading_prompt import Passage
-from tunewell.evaluation.answer_keys import AnswerKey
-from tunewell.evaluation.judge import contains_key
+from tunewell.scoring.answer_keys import AnswerKey
+from tunewell.scoring.judge import contains_key
 
 HasAnswer = Callable[[int, Passage], bool | None]
 """Return whether a passage answers a question, by the question's number; None if that is unknown."""

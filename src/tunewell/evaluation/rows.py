@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
@@ -23,6 +26,10 @@ class EvaluationSet:
     """The user's file, if the rows come from one."""
     corpus: Corpus | None = None
     """The corpus of the rows, with the accepted answers of its rows and more references."""
+    training: Split | None = None
+    """The rows that the model was trained on, if they are known."""
+    trained_on: int = 0
+    """Number of rows that were left out, because the model was trained on them."""
 
 
 def held_out_rows(model: ModelRef) -> EvaluationSet:
@@ -30,7 +37,7 @@ def held_out_rows(model: ModelRef) -> EvaluationSet:
     require_rows(model)
     assert model.corpus is not None
     corpus = open_corpus(model.corpus, verify=True)
-    return EvaluationSet(_held_out(corpus), "the held-out rows of the run", corpus=corpus)
+    return EvaluationSet(_held_out(corpus), "the held-out rows of the run", corpus=corpus, training=corpus)
 
 
 def require_rows(model: ModelRef) -> None:
@@ -63,16 +70,51 @@ def no_rows(model: ModelRef) -> UserError:
 def rows_of_corpus(path: Path) -> EvaluationSet:
     """Return the held-out rows of a corpus."""
     corpus = open_corpus(path, verify=True)
-    return EvaluationSet(_held_out(corpus), f"the held-out rows of {path}", corpus=corpus)
+    return EvaluationSet(_held_out(corpus), f"the held-out rows of {path}", corpus=corpus, training=corpus)
 
 
-def rows_of_file(corpus: Corpus, name: str) -> EvaluationSet:
-    """Return every row of a corpus built from the user's test file, with a note on the number of dropped rows."""
+def rows_of_file(corpus: Corpus, name: str, *, model: ModelRef) -> EvaluationSet:
+    """Return the rows of a corpus built from the user's test file that the model was not trained on, with notes."""
     manifest = corpus.manifest
     num_dropped = sum(manifest.dropped.values())
     kinds = ", ".join(f"{number} {kind}" for kind, number in manifest.dropped.items())
-    dropped = f"{count(num_dropped)} of {count(manifest.rows_in, 'row')} could not be used: {kinds}"
-    return EvaluationSet(corpus, name, [dropped] if num_dropped else [], test_file=name, corpus=corpus)
+    notes = []
+    if num_dropped:
+        notes.append(f"{count(num_dropped)} of {count(manifest.rows_in, 'row')} could not be used: {kinds}")
+    training, split = _training_of(model), corpus
+    known = _trained_on(corpus, training) if training is not None else np.zeros(len(corpus), dtype=bool)
+    num_known = int(known.sum())
+    if num_known:
+        notes.append(
+            f"{count(num_known)} of {count(len(corpus), 'row')} are training rows of this model and were left out: "
+            "they show what it remembers, not what it learned"
+        )
+        split = corpus.select(np.flatnonzero(~known))
+    if num_known == len(corpus) and num_known:
+        raise UserError(
+            f"all {count(num_known, 'row')} of `{name}` are training rows of this model",
+            fix="test on rows that it has not seen, or run `tunewell validate` without `--data`",
+        )
+    return EvaluationSet(split, name, notes, name, corpus, training, num_known)
+
+
+def _training_of(model: ModelRef) -> Corpus | None:
+    """Return the corpus of a run, or None if it is missing or has changed since."""
+    if model.corpus is None or not model.corpus.is_dir():
+        return None
+    try:
+        require_rows(model)
+        return open_corpus(model.corpus)
+    except UserError:
+        return None
+
+
+def _trained_on(corpus: Corpus, training: Corpus) -> npt.NDArray[np.bool_]:
+    """Return for each document whether the training rows contain it, by the digests of whole rows."""
+    if not len(training) or not len(corpus):
+        return np.zeros(len(corpus), dtype=bool)
+    known = {row.tobytes() for row in np.ascontiguousarray(training.digests[:, :2])}
+    return np.array([row.tobytes() in known for row in np.ascontiguousarray(corpus.digests[:, :2])], dtype=bool)
 
 
 def shared_rows(model: ModelRef, other: ModelRef) -> tuple[Path | None, list[str]]:

@@ -8,34 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from tunewell.data.batches import spread_evenly
-from tunewell.data.corpus.reader import Corpus, Split
-from tunewell.evaluation.answer_keys import AnswerKey, ReferenceRow, answer_keys
-from tunewell.evaluation.behaviour import Sample, find_faults
-from tunewell.evaluation.clusters import find_clusters
-from tunewell.evaluation.intervals import compare_pair, difference_record
-from tunewell.evaluation.judge import JUDGE, judge
-from tunewell.evaluation.matching import match
+from tunewell.data.corpus.reader import Split
+from tunewell.evaluation.behaviour import JudgedAnswer, find_faults
+from tunewell.evaluation.intervals import PairedDifference, compare_pair, compare_sums, difference_record
 from tunewell.evaluation.measurements import cluster_numbers
+from tunewell.evaluation.questions import Questions
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.decoder import Generated
 from tunewell.inference.runtime import DocumentLosses
-from tunewell.records.manifest import AnswerRow
 from tunewell.records.report import (
     Answer,
     AnsweredQuestion,
-    DifferenceRecord,
-    JudgeRecord,
-    KeyExample,
+    Confusion,
+    ConstantAnswer,
     LogitChange,
     LossPair,
+    MeasurePair,
 )
-from tunewell.training.evaluate import Question, prompt_and_reply
-
-_NUM_OTHERS = 1000
-"""Number of references of each split, besides those of the questions, from which answer keys are derived."""
-_MAX_SHORT_TOKENS = 200
-"""A reference of up to 30 words has fewer tokens than this."""
+from tunewell.scoring.base import Score, without_thinking
+from tunewell.scoring.facts import Facts
+from tunewell.scoring.matching import is_refusal, match
 
 
 @dataclass
@@ -44,7 +36,11 @@ class ModelOutputs:
 
     held_out: DocumentLosses | None = None
     everyday: DocumentLosses | None = None
-    answers: list[Generated] = field(default_factory=list)
+    answers: list[Generated] = field(default_factory=list[Generated])
+    hinted: list[Generated] = field(default_factory=list[Generated])
+    """Answers to the same questions with a list of the labels, fields or tools in the prompt; only of a base model."""
+    ordinary: list[Generated] = field(default_factory=list[Generated])
+    """Answers to the everyday instructions."""
     logits: Any = None
 
 
@@ -86,109 +82,51 @@ def logits_change(base: Any, tuned: Any) -> LogitChange | None:
     return LogitChange(largest=largest, prompts=len(base), same_first_token=same)
 
 
-@dataclass(frozen=True)
-class JudgedQuestions:
-    """The held-out questions with their references, answer keys and clusters."""
-
-    questions: Sequence[Question]
-    rows: list[tuple[str, int]]
-    """The source and the row of each question."""
-    keys: list[AnswerKey]
-    clusters: list[int]
-
-    def record(self, answered: Sequence[AnsweredQuestion]) -> JudgeRecord:
-        """Return the record of the judge for the report, with the difference between the two models."""
-        derived = [key for key in self.keys if key.origin == "derived"] or self.keys
-        shown = [derived[index] for index in sorted({0, len(derived) // 2, len(derived) - 1})]
-        return JudgeRecord(
-            name=JUDGE,
-            origins=dict(Counter(key.origin for key in self.keys if key.is_judged).most_common()),
-            clusters=len(set(self.clusters)),
-            examples=[KeyExample(question=key.question, key=key.text, because=key.because) for key in shown],
-            difference=_difference(answered),
-        )
-
-
-def judged_questions(
-    questions: Sequence[Question], split: Split, corpus: Corpus | None, model: ChatModel
-) -> JudgedQuestions:
-    """Return the questions with their answer keys, derived from all references of the corpus."""
-    documents = [split[question.document] for question in questions]
-    rows = [(document.source, document.row) for document in documents]
-    wanted, accepted = set(rows), dict[tuple[str, int], AnswerRow]()
-    for row in corpus.answer_rows() if corpus is not None else ():
-        if (row.source, row.row) in wanted:
-            accepted[row.source, row.row] = row
-    references = []
-    for question, place in zip(questions, rows, strict=True):
-        reference, given = _decode_reply(model, question.reference_ids), accepted.get(place)
-        answers, column = (tuple(given.answers), given.column) if given else ((), "answers")
-        origin = "value" if column == "value" else "answers"
-        references.append(ReferenceRow(question.text, reference, answers, origin))
-    parts = [split] if corpus is split or corpus is None else [split, corpus]
-    others = [reply for part in parts for reply in _short_replies(part, model)]
-    keys = answer_keys(references, others=others)
-    return JudgedQuestions(questions, rows, keys, find_clusters(keys))
-
-
-def _short_replies(split: Split, model: ChatModel) -> list[str]:
-    """Return replies of a split that may be short references, evenly spread."""
-    found = (prompt_and_reply(split, document) for document in spread_evenly(len(split), _NUM_OTHERS).tolist())
-    return [_decode_reply(model, parts[1]) for parts in found if parts and len(parts[1]) <= _MAX_SHORT_TOKENS]
-
-
-def _difference(answered: Sequence[AnsweredQuestion]) -> DifferenceRecord | None:
-    pairs = [(each, each.base) for each in answered if each.base is not None and each.tuned.right is not None]
-    if not pairs:
+def losses_difference(base: DocumentLosses | None, tuned: DocumentLosses | None) -> PairedDifference | None:
+    """Return how much lower the held-out loss of the tuned model is, with its interval over the documents."""
+    if base is None or tuned is None or not len(tuned.documents) or not np.isfinite([*base.sums, *tuned.sums]).all():
         return None
-    tuned, base = [bool(each.tuned.right) for each, _ in pairs], [bool(answer.right) for _, answer in pairs]
-    found = compare_pair(
-        tuned, base, cluster_numbers([each for each, _ in pairs]), names=("the tuned model", "the base model")
-    )
-    return difference_record(found)
+    return compare_sums(base.sums - tuned.sums, tuned.tokens, names=("the tuned model", "the base model"))
 
 
 def answered_questions(
-    judged: JudgedQuestions, *, model: ChatModel, base: ModelOutputs, tuned: ModelOutputs
+    questions: Questions, *, model: ChatModel, base: Sequence[Generated], tuned: Sequence[Generated]
 ) -> list[AnsweredQuestion]:
-    """Return each question with the scored answers of both models."""
+    """Return each question with the scored answers of both models; `base` may be empty."""
+    keys = questions.scorer.keys if isinstance(questions.scorer, Facts) else []
     found = []
-    for index, (question, key) in enumerate(zip(judged.questions, judged.keys, strict=True)):
-        source, row = judged.rows[index]
+    for index, question in enumerate(questions.asked):
+        source, row = questions.places[index]
         found.append(
             AnsweredQuestion(
                 document=question.document,
                 source=source,
                 row=row,
                 question=question.text,
-                reference=key.reference,
-                key=key.text,
-                key_origin=key.origin,
-                cluster=judged.clusters[index],
-                base=_score(model, base.answers[index], question, key) if base.answers else None,
-                tuned=_score(model, tuned.answers[index], question, key),
+                reference=questions.rows[index].reference,
+                key=questions.scorer.expected[index],
+                key_origin=keys[index].origin if keys else "",
+                is_near=questions.is_near[index],
+                is_ambiguous=questions.is_ambiguous[index],
+                cluster=questions.clusters[index],
+                base=scored_answer(questions, index, base[index], model) if base else None,
+                tuned=scored_answer(questions, index, tuned[index], model),
             )
         )
     return found
 
 
-def _decode_reply(model: ChatModel, ids: list[int]) -> str:
-    """Decode a reply without its stop token."""
-    end = next((index for index, token in enumerate(ids) if token in model.stop_ids), len(ids))
-    return model.decode(ids[:end]).strip()
-
-
-def _score(model: ChatModel, answer: Generated, question: Question, key: AnswerKey) -> Answer:
-    text, reference = model.decode(answer.ids).strip(), key.reference
-    matched, judgement = match(text, reference), judge(text, key)
-    control_texts = [model.decode([token]) for token in answer.ids if token in model.tokenizer.control_ids]
-    sample = Sample(
+def scored_answer(questions: Questions, index: int, answer: Generated, model: ChatModel) -> Answer:
+    """Return one answer with its score and its faults."""
+    text, reference = model.decode(answer.ids).strip(), questions.rows[index].reference
+    matched, score = match(without_thinking(text), reference), questions.score(index, text)
+    sample = JudgedAnswer(
         text=text,
         ids=answer.ids,
         ended=answer.ended,
-        question=question.text,
+        question=questions.rows[index].question,
         reference=reference,
-        control_texts=control_texts,
+        control_texts=[model.decode([token]) for token in answer.ids if token in model.tokenizer.control_ids],
     )
     return Answer(
         text=text,
@@ -197,7 +135,51 @@ def _score(model: ChatModel, answer: Generated, question: Question, key: AnswerK
         exact=matched.exact,
         contains=matched.contains,
         f1=matched.f1,
-        right=judgement.is_right,
-        is_refusal=judgement.is_refusal,
-        faults=find_faults(sample),
+        right=score.right,
+        is_refusal=score.is_refusal or is_refusal(text, is_answer=True),
+        said=score.said,
+        because=score.because,
+        fields=dict(score.fields),
+        # An answer equal to its reference is right, and so has no fault.
+        faults=[] if matched.exact and score.right else find_faults(sample),
     )
+
+
+def constant_answer(questions: Questions, answered: Sequence[AnsweredQuestion]) -> ConstantAnswer | None:
+    """Return the score of always giving the most frequent reply of the training rows, if it is ever right."""
+    if not questions.constant:
+        return None
+    scores = [questions.score(index, questions.constant).right for index in range(len(questions.rows))]
+    pairs = [
+        (bool(each.tuned.right), bool(right), cluster)
+        for each, right, cluster in zip(answered, scores, cluster_numbers(answered), strict=True)
+        if right is not None and each.tuned.right is not None
+    ]
+    if not any(right for _, right, _ in pairs):
+        return None
+    tuned, constant, clusters = zip(*pairs, strict=True)
+    difference = compare_pair(tuned, constant, clusters, names=("the tuned model", "a constant answer"))
+    return ConstantAnswer(
+        text=questions.constant, right=sum(constant), judged=len(pairs), difference=difference_record(difference)
+    )
+
+
+def measure_pairs(questions: Questions, answered: Sequence[AnsweredQuestion]) -> dict[str, MeasurePair]:
+    """Return the further figures of the task for both models."""
+
+    def figures(answers: Sequence[Answer | None]) -> dict[str, float]:
+        scores = [
+            Score(one.right, one.because, one.said, one.fields) if one is not None else Score(None) for one in answers
+        ]
+        return questions.scorer.measures(scores) if all(answers) and answers else {}
+
+    tuned, base = figures([one.tuned for one in answered]), figures([one.base for one in answered])
+    return {name: MeasurePair(base=base.get(name), tuned=value) for name, value in tuned.items()}
+
+
+def confusions(answered: Sequence[AnsweredQuestion], *, most: int = 12) -> list[Confusion]:
+    """Return the labels that the tuned model confuses, most frequent first."""
+    pairs = Counter(
+        (one.key, one.tuned.said or "(no label)") for one in answered if one.tuned.right is False and one.key
+    )
+    return [Confusion(expected=pair[0], said=pair[1], number=number) for pair, number in pairs.most_common(most)]

@@ -1,7 +1,6 @@
 """Evaluate one model: load it, measure it and its base model on the same rows and questions, and return the report."""
 
 import gc
-import json
 import math
 import shlex
 import tempfile
@@ -9,54 +8,63 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from tunewell.config.extensions import SCORERS, TaskEntry
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.core.files import short_path
 from tunewell.core.options import WeightsOptions
 from tunewell.core.progress import Progress, ProgressListener, with_stage
-from tunewell.core.text import shorten_line
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Split
+from tunewell.data.rows.conversation import Message
 from tunewell.evaluation.base_cache import BaseCache, BaseQuestions
-from tunewell.evaluation.judge import contains_key
+from tunewell.evaluation.forgetting import (
+    MAX_TOKENS,
+    EverydayOutcome,
+    everyday_texts,
+    instructions,
+    measure_forgetting,
+    ordinary_answers,
+)
+from tunewell.evaluation.intervals import difference_record
 from tunewell.evaluation.measurements import Measurements, cluster_numbers, count_answers
 from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import collect_provenance
+from tunewell.evaluation.questions import Questions, find_questions
+from tunewell.evaluation.reasons import loss_notes
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.evaluation.scores import (
-    JudgedQuestions,
     ModelOutputs,
     answered_questions,
-    judged_questions,
+    confusions,
+    constant_answer,
     logits_change,
     loss_pair,
     losses_by_source,
+    losses_difference,
+    measure_pairs,
 )
-from tunewell.evaluation.verdict import decide_verdict, thresholds
+from tunewell.evaluation.verdict import changed_rules, decide_verdict, thresholds
 from tunewell.inference.chat_model import Backend, ChatModel, open_chat_model, open_without_weights
+from tunewell.inference.decoder import Generated
 from tunewell.inference.model_ref import ModelRef
+from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
 from tunewell.machine.device import torch_threads
 from tunewell.models.attention import stock_attention
 from tunewell.models.support import quiet
 from tunewell.records.plan import Chosen
-from tunewell.records.report import AnsweredQuestion, Report, RowCounts
+from tunewell.records.report import AnsweredQuestion, OrdinaryAnswer, Report, RowCounts
+from tunewell.scoring.facts import Facts
+from tunewell.scoring.judge import contains_key
+from tunewell.scoring.structured import count_fields
 from tunewell.training.evaluate import Question, questions_of
-
-# Everyday text: bundled passages whose loss shows how much a model has forgotten.
-
-
-def everyday_texts() -> list[str]:
-    """Return text passages of many kinds, mostly in English, some in German, French and Spanish."""
-    lines = files("tunewell.evaluation").joinpath("everyday.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines]
 
 
 def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -132,8 +140,11 @@ class EvaluationSession:
         if quantized is not None and quantized.price:
             self.notes.append(f"the base model is in {quantized.kind}: before training, {quantized.price}")
         self.lm_eval: dict[str, Any] = {}
-        self.questions: list[Question] = []
-        self.judged: JudgedQuestions | None = None
+        self.questions: Questions | None = None
+        self.hinted: list[list[int]] = []
+        """The prompts of the questions with the list of the labels, fields or tools."""
+        self.ordinary: list[list[int]] = []
+        """The prompts of the everyday instructions."""
         self.answer_tokens = _answer_tokens(self.rules, 0)
         self.base_measured_at: str | None = None
 
@@ -161,7 +172,9 @@ class EvaluationSession:
             split=self.rows.split,
             max_documents=self.rules.max_documents,
             everyday=self.everyday,
-            prompts=[question.ids for question in self.questions],
+            prompts=self._prompts,
+            hinted=self.hinted,
+            ordinary=self.ordinary,
             num_compared=_NUM_COMPARED,
             stop_ids=model.stop_ids,
             answer_tokens=self.answer_tokens.value,
@@ -220,15 +233,22 @@ class EvaluationSession:
             return ModelOutputs()
         return self._measure(base, base.runtime, "base")
 
+    @property
+    def _prompts(self) -> list[list[int]]:
+        return [question.ids for question in self.questions.asked] if self.questions is not None else []
+
     def _prepare_questions(self, model: ChatModel) -> None:
         split, limit = self.rows.split, self.rules.max_documents
         if split is not None and limit is not None and len(split) > limit:
             self.notes.append(f"{count(limit)} of {count(len(split))} held-out rows were measured, evenly spaced")
+        longest = 0
         if split is not None and self.rules.questions and model.masker is not None:
             find = model.masker.template.question_in
-            self.questions = questions_of(split, number=self.rules.questions, spell=model.decode, question_in=find)
-            self._find_keys(model, split)
-        longest = max((len(question.reference_ids) for question in self.questions), default=0)
+            asked = questions_of(split, number=self.rules.questions, spell=model.decode, question_in=find)
+            longest = max((len(question.reference_ids) for question in asked), default=0)
+            if asked:
+                self._find_task(model, split, asked)
+                self.hinted, self.ordinary = self._more_prompts(model)
         self.answer_tokens = _answer_tokens(self.rules, longest)
         tokenizer = model.tokenizer
         token = tokenizer.special_tokens.get("bos_token")
@@ -237,21 +257,52 @@ class EvaluationSession:
         rows = [bos + tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
         self.everyday = TextDocuments(rows, longest=model.runtime.context_length)
 
-    def _find_keys(self, model: ChatModel, split: Split) -> None:
-        """Find the answer keys of the questions, and show them before they are used."""
+    def _find_task(self, model: ChatModel, split: Split, asked: list[Question]) -> None:
+        """Find the task of the rows and how answers are scored, and show it before it is used."""
         with self._timed("answers"):
-            self.judged = judged = judged_questions(self.questions, split, self.rows.corpus, model)
-        if judged.keys:
-            record = judged.record([])
-            shown = ", ".join(f'"{shorten_line(example.key, 40)}"' for example in record.examples)
-            self.progress(Progress(f"judging by {record.describe()}: {shown}"))
-        given = [key for key in judged.keys if key.origin in ("answers", "value")]
-        num_other = sum(not contains_key(key.reference, key) for key in given if not key.is_polar)
-        if num_other > len(given) / 2:
-            self.notes.append(
-                f"{count(num_other)} of {count(len(given), 'row')} with `{given[0].origin}` do not contain it in their "
-                "reply; rename the column if it is not the answer to the question"
+            self.questions = questions = find_questions(
+                asked,
+                split,
+                corpus=self.rows.corpus,
+                training=self.rows.training,
+                model=model,
+                rules=self.rules,
+                base=self.ref.loaded.base,
             )
+        self.notes += questions.notes
+        self.progress(Progress(f"task `{questions.task.value}`: {questions.task.because}"))
+        if isinstance(questions.scorer, Facts):
+            given = [key for key in questions.scorer.keys if key.origin in ("answers", "value")]
+            num_other = sum(not contains_key(key.reference, key) for key in given if not key.is_polar)
+            if num_other > len(given) / 2:
+                self.notes.append(
+                    f"{count(num_other)} of {count(len(given), 'row')} with `{given[0].origin}` do not contain it in "
+                    "their reply; rename the column if it is not the answer to the question"
+                )
+            num_given_away = sum(contains_key(key.question, key) for key in questions.scorer.keys if not key.is_polar)
+            if num_given_away:
+                self.notes.append(f"{count(num_given_away, 'question')} contain their answer, so they test little")
+
+    def _more_prompts(self, model: ChatModel) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the prompts with which a base model is asked again, and those of the everyday instructions."""
+        assert self.questions is not None and model.masker is not None
+        sources = self.ref.loaded.config.data.sources
+        system = sources[0].system if sources else None
+        lead: list[Message] = [{"role": "system", "content": system}] if system else []
+        hint, limit = self.questions.scorer.hint, model.runtime.context_length - _MAX_ANSWER_TOKENS
+        asked = [f"{hint}\n\n{row.question}" for row in self.questions.rows] if hint else []
+        found: list[list[list[int]]] = []
+        for texts, messages in ((asked, lead), ([one.ask for one in instructions()], [])):
+            try:
+                prompts = [
+                    prompt_ids(model.masker, model.encoder, [*messages, {"role": "user", "content": text}])
+                    for text in texts
+                ]
+            except UserError as error:
+                self.notes.append(f"fewer questions were asked, because a prompt cannot be written: {error.what}")
+                prompts = []
+            found.append(prompts if max(map(len, prompts), default=0) <= limit else [])
+        return found[0], found[1]
 
     def _measure(self, model: ChatModel, runtime: Runtime, name: str) -> ModelOutputs:
         outputs = ModelOutputs()
@@ -266,43 +317,67 @@ class EvaluationSession:
                     most=self.rules.max_documents,
                     progress=with_stage(self.progress, f"{stage}: held-out loss"),
                 )
-        prompts = [question.ids for question in self.questions]
+        prompts = self._prompts
         with self._timed("answers"):
             if prompts:
-                part = f"{stage}: {count(len(prompts), 'question')}"
-                self.progress(Progress(part))
                 outputs.logits = runtime.next_logits(prompts[:_NUM_COMPARED])
-                outputs.answers = runtime.generate(
-                    prompts,
-                    max_new_tokens=self.answer_tokens.value,
-                    stop_ids=model.stop_ids,
-                    batch_size=None if self.rules.batch_size == "auto" else self.rules.batch_size,
-                    progress=with_stage(self.progress, part),
-                )
+                part = f"{stage}: {count(len(prompts), 'question')}"
+                outputs.answers = self._generate(model, runtime, prompts, self.answer_tokens.value, part)
+                if name == "base" and self.hinted:
+                    part = f"{stage}: the same with {self._hinted_by} in the prompt"
+                    outputs.hinted = self._generate(model, runtime, self.hinted, self.answer_tokens.value, part)
+                if self.ordinary:
+                    part = f"{stage}: {count(len(self.ordinary), 'everyday instruction')}"
+                    outputs.ordinary = self._generate(model, runtime, self.ordinary, MAX_TOKENS, part)
             elif len(self.everyday):
                 outputs.logits = runtime.next_logits([self.everyday.arrays(index)[0].tolist() for index in range(4)])
         return outputs
+
+    @property
+    def _hinted_by(self) -> str:
+        task = self.questions.task.value if self.questions is not None else ""
+        return {"json": "the fields", "tools": "the tools", "choice": "the options"}.get(task, "the labels")
+
+    def _generate(
+        self, model: ChatModel, runtime: Runtime, prompts: list[list[int]], length: int, part: str
+    ) -> list[Generated]:
+        self.progress(Progress(part))
+        return runtime.generate(
+            prompts,
+            max_new_tokens=length,
+            stop_ids=model.stop_ids,
+            batch_size=None if self.rules.batch_size == "auto" else self.rules.batch_size,
+            progress=with_stage(self.progress, part),
+        )
 
     def _report(
         self, model: ChatModel, base: ModelOutputs, tuned: ModelOutputs | None, bad_weights: dict[str, int]
     ) -> Report:
         provenance = collect_provenance(self.ref, model)
-        questions: list[AnsweredQuestion] = []
-        if tuned is not None and self.judged is not None:
-            questions = answered_questions(self.judged, model=model, base=base, tuned=tuned)
+        questions, asked = list[AnsweredQuestion](), dict[str, Any]()
+        if tuned is not None and self.questions is not None:
+            questions, asked = self._answered(model, base, tuned)
         clusters = cluster_numbers(questions)
-        base_answers = [question.base for question in questions if question.base is not None]
+        everyday = loss_pair("everyday text", base.everyday, tuned.everyday) if tuned else None
+        ordinary = self._ordinary(model, base, tuned) if tuned is not None else []
+        entry = self.questions.entry if self.questions is not None else SCORERS.entry("documents")
         measured = Measurements(
             bad_weights=bad_weights,
             change=logits_change(base.logits, tuned.logits) if tuned else None,
             held_out=loss_pair("held-out rows", base.held_out, tuned.held_out) if tuned else None,
             by_source=losses_by_source(self.rows.split, base.held_out, tuned.held_out) if tuned else [],
-            everyday=loss_pair("everyday text", base.everyday, tuned.everyday) if tuned else None,
-            vocab_size=model.tokenizer.vocab_size,
+            everyday=everyday,
+            loss_difference=losses_difference(base.held_out, tuned.held_out) if tuned else None,
+            task=entry.name,
+            noun=entry.noun,
+            min_right=self._min_right(entry),
+            constant=asked.get("constant"),
+            forgotten=measure_forgetting(EverydayOutcome(everyday, ordinary, model.tokenizer.vocab_size), self.rules),
             train_curve=provenance["curve"].train,
             held_out_curve=provenance["curve"].held_out,
             evaluated_step=self.ref.step,
             questions=questions,
+            num_held_out=len(self.rows.split) if self.rows.split is not None else 0,
             test_file=self.rows.test_file,
             **_training_settings(self.ref, provenance["ledger"]),
         )
@@ -310,8 +385,11 @@ class EvaluationSession:
         if verdict.level == "FAIL" and questions:
             self.notes.append(_LOOK_UP.format(run=shlex.quote(measured.model_path)))
         metrics, failures = compute_metrics(self.metrics, questions)
+        base_answers = [question.base for question in questions if question.base is not None]
+        apart = [(one.tuned, cluster) for one, cluster in zip(questions, clusters, strict=True) if not one.is_near]
         return Report(
             **provenance,
+            **asked,
             verdict=verdict.level,
             summary=verdict.summary,
             reasons=verdict.reasons,
@@ -321,19 +399,58 @@ class EvaluationSession:
             everyday=measured.everyday,
             base_tally=count_answers(base_answers, clusters) if base_answers else None,
             tuned_tally=count_answers([question.tuned for question in questions], clusters) if questions else None,
+            without_near=count_answers(*zip(*apart, strict=True)) if 0 < len(apart) < len(questions) else None,
             exchanges=questions,
-            judge=self.judged.record(questions) if self.judged is not None and questions else None,
+            task=self.questions.task if self.questions is not None else None,
+            loss_difference=difference_record(measured.loss_difference) if measured.loss_difference else None,
+            ordinary=ordinary,
+            forgotten=list(measured.forgotten),
+            trained_on=self.rows.trained_on,
+            changed_rules=changed_rules(self.rules),
             change=measured.change,
             bad_weights=bad_weights,
-            thresholds=thresholds(self.rules),
-            answer_tokens=self.answer_tokens if self.questions else None,
+            thresholds=thresholds(self.rules, measured),
+            answer_tokens=self.answer_tokens if self.questions is not None else None,
             metrics=metrics,
             seconds=self.seconds,
             base_measured_at=self.base_measured_at,
-            notes=[*model.notes, *self.notes, *failures],
+            notes=[*model.notes, *self.notes, *loss_notes(measured, self.rules), *failures],
             lm_eval=self.lm_eval,
             next=verdict.reasons[0].next if verdict.reasons else f"`tunewell chat {shlex.quote(measured.model_path)}`",
         )
+
+    def _answered(
+        self, model: ChatModel, base: ModelOutputs, tuned: ModelOutputs
+    ) -> tuple[list[AnsweredQuestion], dict[str, Any]]:
+        """Return the scored answers, with the better of the base model's two, and the fields of the report for them."""
+        assert self.questions is not None
+        found = answered_questions(self.questions, model=model, base=base.answers, tuned=tuned.answers)
+        fields: dict[str, Any] = {}
+        if base.hinted:
+            hinted = answered_questions(self.questions, model=model, base=base.hinted, tuned=tuned.answers)
+            tallies = [count_answers([one.base for one in part if one.base is not None]) for part in (found, hinted)]
+            is_better = tallies[1].right > tallies[0].right
+            found = hinted if is_better else found
+            fields = {"asked_tally": tallies[0], "hinted_tally": tallies[1], "is_base_hinted": is_better}
+        entry, judge = self.questions.entry, self.questions.judge_record()
+        if entry.min_right is not None:
+            fields["constant"] = constant_answer(self.questions, found)
+            difference = Measurements(questions=found).difference
+            judge = judge.model_copy(update={"difference": difference_record(difference) if difference else None})
+        if self.questions.task.value in ("labels", "choice"):
+            fields["confusions"] = confusions(found)
+        if marks := [one.tuned.fields for one in found if one.tuned.fields]:
+            fields["fields"] = {name: dict(counts) for name, counts in count_fields(marks).items()}
+        return found, {**fields, "judge": judge, "measures": measure_pairs(self.questions, found)}
+
+    def _ordinary(self, model: ChatModel, base: ModelOutputs, tuned: ModelOutputs) -> list[OrdinaryAnswer]:
+        texts = [[model.decode(one.ids).strip() for one in outputs.ordinary] for outputs in (base, tuned)]
+        return ordinary_answers(texts[0], texts[1]) if texts[1] else []
+
+    def _min_right(self, entry: TaskEntry) -> float | None:
+        if entry.min_right is None or self.questions is None:
+            return None
+        return entry.min_right if self.rules.min_right == "auto" else self.rules.min_right
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -1,11 +1,18 @@
-"""Decide the verdict from `loss_reasons.py` and `answer_reasons.py`; thresholds are in `config/rules.py`."""
+"""Decide the verdict from the reasons in `reasons.py`.
+
+FAIL      worse than the base model or a constant answer, nothing right of 20, half of the answers faulty, or broken
+UNPROVEN  otherwise, if no difference to the base model or to a constant answer is shown
+WEAK      better than the base model, but below the threshold of the task, too many faults, or too much forgotten
+PASS      everything else
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 from tunewell.config.rules import VerdictRules
-from tunewell.evaluation import answer_reasons, loss_reasons
-from tunewell.evaluation.answer_reasons import count_right
+from tunewell.core.text import shorten_line
+from tunewell.core.units import count
+from tunewell.evaluation import reasons
 from tunewell.evaluation.measurements import Measurements, count_answers, short_loss
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Level, LossPair, Reason
@@ -18,23 +25,26 @@ REASON_CODES: dict[str, str] = {
     "loops": "answers repeat themselves",
     "control_tokens": "answers contain control tokens",
     "never_stops": "answers do not stop",
-    "over_fitted": "the model overfits its training rows",
-    "forgets": "the model forgot everyday language",
-    "not_learned": "the model did not improve on held-out rows",
     "echoes": "answers repeat the questions",
     "other_language": "answers are in the wrong language",
-    "few_right": "few answers are right",
-    "no_better_than_base": "the base model answers better",
-    "little_gain": "the model improved only a little on held-out rows",
+    "none_right": "nothing is right",
+    "no_better_than_base": "no better than the base model",
+    "majority_only": "no better than one constant answer",
+    "not_learned": "worse than the base model on held-out rows",
     "not_enough_evidence": "cannot tell",
+    "refuses": "the model refuses everyday questions",
+    "forgets_instructions": "the model follows fewer everyday instructions",
+    "forgets": "the model forgot everyday language",
+    "few_right": "few answers are right",
+    "little_gain": "the model improved only a little on held-out rows",
 }
 """All reason codes, causes before effects, with a short text for the summary."""
 _EXPLAIN_ALL = ("weights_not_finite", "loss_not_finite", "nothing_changed")
 _EXPLAIN_WRONG = ("answers_nothing", "loops", "control_tokens")
-_EXPLAINED = ("few_right", "no_better_than_base")
+_EXPLAINED = ("few_right", "none_right", "no_better_than_base", "majority_only")
 """Reasons that are left out if there is a FAIL in `_EXPLAIN_WRONG`, which explains them."""
 _RANKS = ("FAIL", "UNPROVEN", "WEAK")
-_THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting")
+_THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting", "max_lost")
 
 
 @dataclass(frozen=True)
@@ -50,32 +60,39 @@ class Verdict:
 
 def decide_verdict(measured: Measurements, rules: VerdictRules) -> Verdict:
     """Return the verdict: the level of the worst reason, or PASS if there are no reasons."""
-    found = [
-        *loss_reasons.weights_not_finite(measured),
-        *loss_reasons.loss_not_finite(measured),
-        *loss_reasons.nothing_changed(measured),
-    ]
+    found = [*reasons.broken(measured)]
     if not found:
-        found = [
-            *answer_reasons.faulty_answers(measured, rules),
-            *loss_reasons.over_fitted_or_not_learned(measured, rules),
-            *loss_reasons.forgets(measured, rules),
-            *answer_reasons.few_right(measured, rules),
-            *answer_reasons.no_better_than_base(measured),
-            *loss_reasons.not_enough_evidence(measured),
-        ]
-    reasons = _without_explained(found)
-    level: Level = reasons[0].level if reasons else "PASS"
-    return Verdict(level, _summary(measured, reasons), reasons)
+        found = [*reasons.faulty_answers(measured, rules), *reasons.damage(measured)]
+        if measured.min_right is None:
+            found += reasons.held_out_loss(measured, rules)
+        else:
+            found += reasons.right_answers(measured)
+    ranked = _without_explained(found)
+    level: Level = ranked[0].level if ranked else "PASS"
+    return Verdict(level, _summary(measured, ranked), ranked)
 
 
-def thresholds(rules: VerdictRules) -> dict[str, Chosen[Any]]:
+def thresholds(rules: VerdictRules, measured: Measurements) -> dict[str, Chosen[Any]]:
     """Return the verdict thresholds of the config, each with the description of its key."""
-    return {
-        name: Chosen(value=getattr(rules, name), because=" ".join((field.description or "").split()))
+    found = {
+        name: Chosen[Any](value=getattr(rules, name), because=" ".join((field.description or "").split()))
         for name, field in VerdictRules.model_fields.items()
         if name in _THRESHOLDS
     }
+    if rules.min_right == "auto":
+        because = f"the threshold of the task `{measured.task}`"
+        found["min_right"] = Chosen[Any](value=measured.min_right, because=because)
+    return found
+
+
+def changed_rules(rules: VerdictRules) -> list[str]:
+    """Return the rules that the config changes, such as `max_faults 1 (usually 0.1)`."""
+    usual = VerdictRules()
+    return [
+        f"{name} {getattr(rules, name)} (usually {getattr(usual, name)})"
+        for name in _THRESHOLDS
+        if getattr(rules, name) != getattr(usual, name)
+    ]
 
 
 def _without_explained(found: list[Reason]) -> list[Reason]:
@@ -88,26 +105,34 @@ def _without_explained(found: list[Reason]) -> list[Reason]:
     return [reason for reason in ranked if not is_explained or reason.code not in _EXPLAINED]
 
 
-def _summary(measured: Measurements, reasons: list[Reason]) -> str:
-    if reasons and reasons[0].code == "not_enough_evidence":
-        return reasons[0].what
+def _summary(measured: Measurements, ranked: list[Reason]) -> str:
+    if ranked and ranked[0].code == "not_enough_evidence":
+        return ranked[0].what
     losses = [("held-out loss", measured.held_out), ("everyday text", measured.everyday)]
     parts = [_answers(measured), *(_loss(name, pair) for name, pair in losses)]
     numbers = ", ".join(part for part in parts if part) or "nothing was measured"
-    sentence = f"{REASON_CODES[reasons[0].code]}: {numbers}" if reasons else numbers
+    names = [REASON_CODES[reason.code] for reason in ranked[:1]]
+    # Damage is named in the sentence, whatever else there is.
+    names += [
+        REASON_CODES[one.code] for one in ranked[1:] if one.code in ("refuses", "forgets_instructions", "forgets")
+    ][:1]
+    sentence = f"{'; '.join(names)}: {numbers}" if names else numbers
     return sentence[:1].upper() + sentence[1:]
 
 
 def _answers(measured: Measurements) -> str:
-    asked, right = count_right(measured)
-    num_base, base_right = count_right(measured, of_base=True)
-    if asked:
-        base = f" (base: {base_right:,})" if num_base else ""
-        return f"{right:,} of {asked:,} held-out question{'s' if asked != 1 else ''} answered right{base}"
+    judged = measured.judged
+    if judged and measured.min_right is not None:
+        has_base = any(one.base is not None for one in judged)
+        others = [f"base: {count(measured.num_right(of_base=True))}"] if has_base else []
+        if measured.constant is not None:
+            others.append(f'always "{shorten_line(measured.constant.text, 24)}": {count(measured.constant.right)}')
+        shown = f" ({', '.join(others)})" if others else ""
+        return f"{count(measured.num_right())} of {count(len(judged))} {measured.noun} right{shown}"
     if measured.questions:
         answers = [question.base for question in measured.questions if question.base is not None]
         base = f" (base: {count_answers(answers).f1:.2f})" if answers else ""
-        return f"F1 {count_answers([question.tuned for question in measured.questions]).f1:.2f}{base}"
+        return f"word overlap {count_answers([one.tuned for one in measured.questions]).f1:.2f}{base}"
     return ""
 
 

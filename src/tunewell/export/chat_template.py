@@ -7,15 +7,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date as Day
+from datetime import timedelta
 from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.text import shorten
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 
-# No two of these dates share a day of the month, a month, a year or a weekday. A given date shares each of these four
-# parts with at most one of them, so at least one of the five differs in all parts.
-_OTHER_DAYS = (Day(2001, 2, 4), Day(2002, 3, 5), Day(2004, 5, 7), Day(2008, 6, 9), Day(2011, 7, 14))
 _DECLARATION = re.compile(r"\A\s*\{#-?\s*markers:.*?(?:-#\}|#\}\n?)", re.DOTALL)
 _REPLY = "an answer"
 _MAX_CHARS = 60
@@ -95,8 +93,9 @@ def missing_generation_prompt(render: Callable[[list[dict[str, str]], bool], str
 
 def another_day(date: str) -> str:
     """Return a date with a different day, month, year and weekday."""
-    parts = _date_parts(Day.fromisoformat(date))
-    return next(day for day in _OTHER_DAYS if not parts & _date_parts(day)).isoformat()
+    day = Day.fromisoformat(date)
+    others = (day + timedelta(days=366 + number) for number in range(100))
+    return next(other for other in others if not _date_parts(day) & _date_parts(other)).isoformat()
 
 
 def _date_parts(day: Day) -> set[tuple[str, int]]:

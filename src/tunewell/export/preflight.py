@@ -18,9 +18,9 @@ from tunewell.export.chat_template import saved_template
 from tunewell.export.targets.base import ExportTarget, PreflightFacts, load_targets
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.model_ref import ModelRef
-from tunewell.model_files.facts import find_key_map
-from tunewell.model_files.files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
+from tunewell.model_files.files import WEIGHT_SUFFIXES, locate
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
+from tunewell.model_files.weights import find_key_map
 from tunewell.models.gguf import read_gguf_config
 from tunewell.models.pretrained import read_config
 from tunewell.models.support import text_part
@@ -96,24 +96,19 @@ def _with_corpus_tokenizer(loaded: LoadedConfig) -> LoadedConfig:
 def _read_config(text: TextPipeline) -> dict[str, Any]:
     """Return the `config.json` that the loaded model will have, without loading its weights."""
     model, path = text.model, Path(text.model).expanduser()
-    vocab_size = text.tokenizer.vocab_size
     if is_preset(model):
-        return LlamaConfig(**llama_settings(find_preset(model), vocab_size, {})).to_dict()
+        return _preset_config(model, text)
     files = locate(model)
-    if files.origin == "hub":
-        return _text_config(model, is_local=hub_is_out_of_reach() is not None)
-    folder = next((file.parent for file in [*files.small.values(), files.gguf] if file is not None), path)
-    if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
-        preset = find_key_map(path).model
-        if preset is not None:
-            return LlamaConfig(**llama_settings(find_preset(preset), vocab_size, {})).to_dict()
-        return _text_config(str(path.parent), is_local=True)
-    has_weights = any(next(folder.glob(pattern), None) for pattern in ("*.safetensors*", "*.bin"))
-    gguf = files.gguf or (None if has_weights else next(iter(sorted(folder.glob("*.gguf"))), None))
-    return read_gguf_config(gguf).to_dict() if gguf is not None else _text_config(str(folder), is_local=True)
-
-
-def _text_config(model: str, *, is_local: bool) -> dict[str, Any]:
-    config = read_config(model, is_local=is_local)
+    if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES and (preset := find_key_map(path).model):
+        return _preset_config(preset, text)
+    written = files.small.get("config.json")
+    gguf = files.gguf or (None if written else next(iter(sorted(path.glob("*.gguf"))), None))
+    if gguf is not None:
+        return read_gguf_config(gguf).to_dict()
+    config = read_config(str(written.parent if written else path), is_local=True)
     part = text_part(config)
     return (config if part is None else part.config).to_dict()
+
+
+def _preset_config(preset: str, text: TextPipeline) -> dict[str, Any]:
+    return LlamaConfig(**llama_settings(find_preset(preset), text.tokenizer.vocab_size, {})).to_dict()

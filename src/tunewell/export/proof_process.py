@@ -1,19 +1,19 @@
 """The process that verifies an export from its files alone. It imports torch while the export is still being written.
 
 parent  ProofProcess()            runs this module in a new process, which imports its libraries and waits
-        .prove(folder)            sends the folder, forwards the progress, and reads parity.json or proof-error.json
+        .prove(folder)            sends the folder, forwards the progress, and reads parity.json
 """
 
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from tunewell.core.child import Child
+from tunewell.core.child import Child, ChildDied
 from tunewell.core.errors import UserError
-from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.records.parity import PARITY, PROOF_ERROR, Parity
+from tunewell.core.files import read_text
+from tunewell.core.progress import ProgressListener, silent
+from tunewell.records.parity import PARITY, Parity
 
 
 class ProofProcess(Child):
@@ -30,19 +30,16 @@ class ProofProcess(Child):
 
         `fields` are those of `prove_export`.
         """
-        self.send({"folder": str(folder), **fields})
-        for message in self.messages():
-            progress(Progress(**message))
-        ended = self.wait()
-        if (folder / PARITY).is_file():
-            return Parity.model_validate_json((folder / PARITY).read_text(encoding="utf-8"))
-        path = folder / PROOF_ERROR
-        error = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        raise UserError(
-            ": ".join(["the export could not be verified", *([error["what"]] if error else [])]),
-            where=error.get("where") or f"`python -m tunewell.export.proof_process` exited with code {ended.code}",
-            fix=error.get("fix"),
-        )
+        try:
+            self.ask({"folder": str(folder), **fields}, progress=progress)
+        except (UserError, ChildDied) as error:
+            where, fix = (error.where, error.fix) if isinstance(error, UserError) else (None, None)
+            raise UserError(
+                "the export could not be verified" + (f": {error.what}" if isinstance(error, UserError) else ""),
+                where=where or f"`python -m tunewell.export.proof_process` exited with code {self.wait().code}",
+                fix=fix,
+            ) from error
+        return Parity.model_validate_json(read_text(folder / PARITY))
 
 
 if __name__ == "__main__":
@@ -52,7 +49,6 @@ if __name__ == "__main__":
     from tunewell.machine.facts import cpu_facts
 
     keep_freed_memory(cpu_facts().free_bytes)  # every tensor is dequantised into new memory
-    exit_code = main()
+    main()
     # Python looks for cycles among all objects before it exits, which takes a second with torch and transformers.
     gc.freeze()
-    sys.exit(exit_code)

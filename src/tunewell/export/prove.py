@@ -6,11 +6,8 @@ The verification runs in a new process, which cannot use anything in the memory 
 
 import gc
 import importlib
-import json
-import sys
-import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 
 from tunewell.config.extensions import EXPORT_TARGETS
+from tunewell.core.child import answer
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
 from tunewell.core.version import made_by
@@ -30,7 +28,6 @@ from tunewell.machine.facts import installed_versions
 from tunewell.records.parity import (
     PARITY,
     PROOF,
-    PROOF_ERROR,
     REFERENCE,
     Artefact,
     Check,
@@ -101,28 +98,19 @@ def _check_export(folder: Path, proof: Proof, reference: Reference) -> list[Link
 
 # The new process: `proof_process.py` starts it.
 
-_EXIT_ERROR = 2
-_REPORT_SECONDS = 0.2
 
-
-def main() -> int:
-    """Import everything that a verification needs, wait for one line of JSON on stdin, and verify that export."""
+def main() -> None:
+    """Import everything that a verification needs, wait for the request of the parent, and verify that export."""
     _import_ahead()
     gc.enable()
     gc.freeze()
-    request = sys.stdin.readline()
-    if not request:
-        return 0  # the export failed before there was something to verify
-    fields = json.loads(request)
-    folder = Path(fields.pop("folder"))
-    try:
-        parity = prove_export(folder, progress=_reporter(), **fields)
-        write_record(folder / PARITY, parity)
-    except UserError as error:
-        message = {"what": error.what, "where": error.where, "fix": error.fix}
-        (folder / PROOF_ERROR).write_text(json.dumps(message), encoding="utf-8")
-        return _EXIT_ERROR
-    return 0
+    answer(_prove_request)
+
+
+def _prove_request(request: dict[str, Any], progress: ProgressListener) -> None:
+    folder = Path(request.pop("folder"))
+    parity = prove_export(folder, progress=progress, **request)
+    write_record(folder / PARITY, parity)
 
 
 def _import_ahead() -> None:
@@ -132,18 +120,3 @@ def _import_ahead() -> None:
             load_target(kind)
         importlib.import_module("gguf.quants")
         find_llama()
-
-
-def _reporter() -> ProgressListener:
-    """Return a listener that writes progress as lines of JSON to stdout, a few per second."""
-    last_stage, last_time = "", 0.0
-
-    def report(progress: Progress) -> None:
-        nonlocal last_stage, last_time
-        if progress.stage == last_stage and time.monotonic() - last_time < _REPORT_SECONDS:
-            return
-        last_stage, last_time = progress.stage, time.monotonic()
-        sys.stdout.write(json.dumps(asdict(progress)) + "\n")
-        sys.stdout.flush()
-
-    return report

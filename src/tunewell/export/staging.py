@@ -1,15 +1,16 @@
 """The output folder of an export: find an earlier export, check disk space, stage new files, and publish them."""
 
+import itertools
 import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, is_disk_full, link_or_copy, parse_json, read_text, sha256_file, sync_folder
 from tunewell.core.units import size_bytes
 from tunewell.export.options import ExportOptions
-from tunewell.export.proof.checks import check_files
+from tunewell.export.proof.checks import check_files, visible_files
 from tunewell.export.proof.reference import Reference
 from tunewell.export.targets.base import ExportContext, ExportTarget, load_target
 from tunewell.records.parity import FORMAT, PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, read_proof, write_record
@@ -90,41 +91,16 @@ def find_existing(out: Path, targets: Sequence[ExportTarget], options: ExportOpt
     known = {name for artefact in proof.artefacts for name in artefact.sha256s}
     # Loaders read all files of a folder, so it must not contain other files. A GGUF file is loaded alone, so other
     # files in its folder do no harm.
-    _require_no_other_files(out, [name for name in formats if not formats[name]], known)
-    _require_unedited(out, proof.sha256s)
-    for artefact in replaced:
-        _require_unedited(out, artefact.sha256s)
+    for name in (name for kind in formats if not formats[kind] for name in visible_files(out, out / kind)):
+        if name not in known:
+            raise UserError(
+                f"`{out / name}` is in the way: the file does not belong to an export",
+                fix=f"move the file, or {_OTHER_FOLDER}",
+            )
+    _require_unedited(out, {name: sha for own in replaced for name, sha in own.sha256s.items()} | proof.sha256s)
     for artefact in kept:
         _require_kept_valid(out, artefact, replaced)
     return ExistingExport(out, proof, kept, replaced)
-
-
-def _require_kept_valid(out: Path, artefact: Artefact, replaced: Sequence[Artefact]) -> None:
-    if not (check := check_files(out, artefact)).is_ok:
-        raise UserError(
-            f"{artefact.name} in `{out}` was changed after it was exported: {check.words}",
-            fix=f"export it again with `--to {artefact.kind},...`, or {_OTHER_FOLDER}",
-        )
-    sources = load_target(artefact.kind).requires.targets
-    replaced_hashes = {sha for own in replaced if own.kind in sources for sha in own.sha256s.values()}
-    if replaced_hashes & set(artefact.sha256s.values()):
-        raise UserError(
-            f"`{out / artefact.path}` uses a file that would be replaced",
-            fix=f"add `{artefact.kind}` to `--to`, or {_OTHER_FOLDER}",
-        )
-
-
-def _require_no_other_files(out: Path, folders: Iterable[str], known: set[str]) -> None:
-    for name in folders:
-        folder = out / name
-        files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else [folder]
-        for path in files if folder.exists() else []:
-            relative = path.relative_to(out)
-            if relative.as_posix() not in known and not any(part.startswith(".") for part in relative.parts):
-                raise UserError(
-                    f"`{path}` is in the way: the file does not belong to an export",
-                    fix=f"move the file, or {_OTHER_FOLDER}",
-                )
 
 
 def _require_unedited(out: Path, sha256s: dict[str, str]) -> None:
@@ -138,13 +114,26 @@ def _require_unedited(out: Path, sha256s: dict[str, str]) -> None:
             )
 
 
+def _require_kept_valid(out: Path, artefact: Artefact, replaced: Sequence[Artefact]) -> None:
+    """Raise UserError if a kept artefact was changed, or contains a file that would be replaced."""
+    if not (check := check_files(out, artefact)).is_ok:
+        raise UserError(
+            f"{artefact.name} in `{out}` was changed after it was exported: {check.words}",
+            fix=f"export it again with `--to {artefact.kind},...`, or {_OTHER_FOLDER}",
+        )
+    sources = load_target(artefact.kind).requires.targets
+    if any(set(own.sha256s.values()) & set(artefact.sha256s.values()) for own in replaced if own.kind in sources):
+        raise UserError(
+            f"`{out / artefact.path}` uses a file that would be replaced",
+            fix=f"add `{artefact.kind}` to `--to`, or {_OTHER_FOLDER}",
+        )
+
+
 def _has_same_tensors(old: Reference, new: Reference) -> bool:
-    if old.sketches.keys() != new.sketches.keys():
-        return False
-    pairs = ((sketch.lengths, new.sketches[name].lengths) for name, sketch in old.sketches.items())
-    return all(
-        one.shape == other.shape and np.allclose(one, other, rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE)
-        for one, other in pairs
+    return old.sketches.keys() == new.sketches.keys() and all(
+        own.shape == new.sketches[name].shape
+        and np.allclose(own.lengths, new.sketches[name].lengths, rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE)
+        for name, own in old.sketches.items()
     )
 
 
@@ -160,8 +149,7 @@ _SHARED_FILES = (PARITY, PROOF, REFERENCE, "README.md")
 _SIGNALS = ("SIGTERM", "SIGHUP")
 
 
-@dataclass(frozen=True)
-class Staging:
+class Staging(NamedTuple):
     """The temporary folders of an export, on the same disk as the output folder."""
 
     folder: Path
@@ -178,17 +166,14 @@ def open_staging(out: Path) -> Iterator[Staging]:
     """
     with _exit_on_signals(), _report_full_disk(out):
         hidden = _make_hidden_folder(out)
-        lock = None
         try:
-            lock = FolderLock.take(hidden / _LOCK, doing=f"exporting to `{out}`")
-            _remove_abandoned(out, hidden)
-            staging = Staging(hidden / "export", hidden / "replaced")
-            staging.folder.mkdir()
-            staging.replaced.mkdir()
-            yield staging
+            with FolderLock.take(hidden / _LOCK, doing=f"exporting to `{out}`"):
+                _remove_abandoned(out, hidden)
+                staging = Staging(hidden / "export", hidden / "replaced")
+                for folder in staging:
+                    folder.mkdir()
+                yield staging
         finally:
-            if lock is not None:
-                lock.release()
             shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -204,11 +189,9 @@ def publish(staging: Staging, out: Path, existing: ExistingExport | None) -> Non
         staging.folder.rename(out)
         sync_folder(out.parent)
         return
-    kept = {name for artefact in existing.kept for name in artefact.sha256s} if existing else set()
-    files = sorted(path for path in staging.folder.rglob("*") if path.is_file())
-    names = [path.relative_to(staging.folder).as_posix() for path in files]
-    new = [name for name in names if name not in kept]
-    replaced = existing.replaced if existing else []
+    kept, replaced = (existing.kept, existing.replaced) if existing else ([], [])
+    names = {path.relative_to(staging.folder).as_posix() for path in staging.folder.rglob("*") if path.is_file()}
+    new = sorted(names - {name for artefact in kept for name in artefact.sha256s})
     old = [*_SHARED_FILES, *(name for artefact in replaced for name in artefact.sha256s)]
     for name in new:
         if name not in old and (out / name).exists():
@@ -216,38 +199,30 @@ def publish(staging: Staging, out: Path, existing: ExistingExport | None) -> Non
                 f"`{out / name}` is in the way: the file does not belong to this export",
                 fix="move the file, or choose another folder with `--out`",
             )
-    moves: list[tuple[Path, Path]] = []
-    try:
+    with ExitStack() as undo:
         for name in old:
             if (out / name).exists():
-                _move(out / name, staging.replaced / name, moves)
-        for name in sorted(new, key=lambda name: (name == PARITY, name == PROOF, name)):
-            _move(staging.folder / name, out / name, moves)
-    except BaseException:
-        for source, target in reversed(moves):
-            target.rename(source)
-        raise
+                _move(out / name, staging.replaced / name, undo)
+        for name in sorted(new, key=lambda name: (name == PARITY, name == PROOF)):
+            _move(staging.folder / name, out / name, undo)
+        undo.pop_all()
     sync_folder(out)
 
 
 def write_failed_parity(out: Path, parity: Parity) -> Path:
     """Write the parity of a failed export beside `out`; overwrite only the file of an earlier failure."""
-    number, path = 1, _failed_path(out)
-    while path.exists() and not _is_parity(path):
-        number += 1
-        path = out.with_name(f"{out.name}-failed-{number}.json")
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    paths = (out.with_name(f"{out.name}-failed{suffix}.json") for suffix in suffixes)
+    path = next(path for path in paths if not path.exists() or _is_parity(path))
     write_record(path, parity)
     return path
 
 
 def remove_failed_parity(out: Path) -> None:
     """Remove the parity file of an earlier failure."""
-    if _is_parity(_failed_path(out)):
-        _failed_path(out).unlink()
-
-
-def _failed_path(out: Path) -> Path:
-    return out.with_name(f"{out.name}-failed.json")
+    path = out.with_name(f"{out.name}-failed.json")
+    if _is_parity(path):
+        path.unlink()
 
 
 def _is_parity(path: Path) -> bool:
@@ -257,10 +232,10 @@ def _is_parity(path: Path) -> bool:
         return False
 
 
-def _move(source: Path, target: Path, moves: list[tuple[Path, Path]]) -> None:
+def _move(source: Path, target: Path, undo: ExitStack) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     source.rename(target)
-    moves.append((source, target))
+    undo.callback(target.rename, source)
 
 
 def _set_permissions(folder: Path) -> None:
@@ -318,13 +293,14 @@ def _exit_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [signal.Signals[name] for name in _SIGNALS if hasattr(signal, name)]
-    before = {number: signal.signal(number, _exit) for number in numbers if signal.getsignal(number) == signal.SIG_DFL}
+    numbers = [own for own in signal.Signals if own.name in _SIGNALS and signal.getsignal(own) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, _exit)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
@@ -345,18 +321,16 @@ class DiskSpace:
 
     written: dict[str, int]
     """Bytes by artefact name."""
-    temporary_bytes: int
     free_bytes: int
 
     @property
     def needed_bytes(self) -> int:
         """The peak disk usage."""
-        return sum(self.written.values()) + self.temporary_bytes + _OTHER_FILES_BYTES
+        return sum(self.written.values()) + _OTHER_FILES_BYTES
 
     def __str__(self) -> str:
         artefacts = ", ".join(f"{name} {size_bytes(size)}" for name, size in self.written.items())
-        temporary = f", and {size_bytes(self.temporary_bytes)} temporarily" if self.temporary_bytes else ""
-        return f"will write about {artefacts}{temporary}; {size_bytes(self.free_bytes)} free"
+        return f"will write about {artefacts}; {size_bytes(self.free_bytes)} free"
 
     def require_enough(self, out: Path) -> None:
         """Raise UserError if there is less free space than the export needs."""
@@ -370,7 +344,5 @@ class DiskSpace:
 
 def estimate_disk_space(targets: Iterable[ExportTarget], context: ExportContext) -> DiskSpace:
     """Return the disk space that all targets need together."""
-    uses = [target.disk_use(context) for target in targets]
-    written = {name: size for use in uses for name, size in use.written.items()}
-    temporary = max((use.temporary_bytes for use in uses), default=0)
-    return DiskSpace(written, temporary, shutil.disk_usage(context.staging_dir).free)
+    written = {name: size for target in targets for name, size in target.disk_use(context).written.items()}
+    return DiskSpace(written, shutil.disk_usage(context.staging_dir).free)

@@ -1,9 +1,9 @@
 """Answer many messages, each in a conversation of its own: with a loaded model in batches, or with a server."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
@@ -27,19 +27,25 @@ class Replies:
     seconds: float
 
 
-class Answerer(Protocol):
+class Answerer(ABC):
     """A model that answers many messages."""
+
+    _chat: Chat | RemoteChat
 
     def fits(self, message: str) -> bool:
         """Return whether a message fits in the context with an answer."""
-        ...
+        try:
+            self._chat.prompt_for(message)
+        except UserError:
+            return False
+        return True
 
+    @abstractmethod
     def answer(self, messages: Sequence[Message], progress: ProgressListener = silent) -> Replies:
         """Return greedy answers, in the order of the messages."""
-        ...
 
 
-class ModelAnswerer:
+class ModelAnswerer(Answerer):
     """A loaded model, or its base model, with one system prompt for all messages."""
 
     def __init__(self, model: ChatModel, runtime: Runtime, *, length: int, system: str | None = None) -> None:
@@ -50,13 +56,6 @@ class ModelAnswerer:
             )
         self._model, self._runtime, self._length = model, runtime, length
         self._chat = Chat(model, system, ChatOptions(length=length))
-
-    def fits(self, message: str) -> bool:
-        try:
-            self._chat.prompt_for(message)
-        except UserError:
-            return False
-        return True
 
     def answer(self, messages: Sequence[Message], progress: ProgressListener = silent) -> Replies:
         prompts = [self._chat.prompt_for(one) if isinstance(one, str) else list(one) for one in messages]
@@ -73,19 +72,12 @@ class ModelAnswerer:
         )
 
 
-class ServerAnswerer:
+class ServerAnswerer(Answerer):
     """A model behind an OpenAI-compatible address. It answers one message at a time."""
 
     def __init__(self, address: str, *, length: int) -> None:
         self._address, self._options = address, ChatOptions(length=length)
         self._chat = RemoteChat(address, self._options)
-
-    def fits(self, message: str) -> bool:
-        try:
-            self._chat.prompt_for(message)
-        except UserError:
-            return False
-        return True
 
     def answer(self, messages: Sequence[Message], progress: ProgressListener = silent) -> Replies:
         began, texts = time.perf_counter(), list[str]()

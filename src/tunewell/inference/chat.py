@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +45,7 @@ class ChatOptions:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """An answer of the model, with its token counts and its time."""
 
     text: str = ""
@@ -71,9 +72,9 @@ class Chat:
     options: ChatOptions = field(default_factory=ChatOptions)
     messages: list[Message] = field(default_factory=list)
     """Alternating questions and answers, without the system prompt."""
-    answer: Answer = field(default_factory=Answer)
+    answer: ChatAnswer = field(default_factory=ChatAnswer)
     """The last answer. It is complete when its stream has ended."""
-    base_answer: Answer | None = None
+    base_answer: ChatAnswer | None = None
     _prompt: list[int] = field(default_factory=list)
     _unfinished: set[int] = field(default_factory=set)
     _saved: tuple[Path, bytes] | None = None
@@ -110,15 +111,15 @@ class Chat:
         question = {"role": "user", "content": text}
         sent_question = {"role": "user", "content": text if sent is None else sent}
         self._prompt, num_dropped = self._fitting_prompt([*self.messages, sent_question])
-        self.answer, self.base_answer = Answer(num_dropped=num_dropped), None
+        self.answer, self.base_answer = ChatAnswer(num_dropped=num_dropped), None
         return self._recorded(question)
 
     def base_reply(self) -> Generator[str, None, None]:
         """Yield the base model's answer to the last prompt. The answer is not added to the conversation."""
         if not self.model.has_base:
             raise UserError("the base model is unknown", fix="set it with `--base MODEL`")
-        self.base_answer = Answer(num_dropped=self.answer.num_dropped)
-        return self._from_base(self.base_answer)
+        self.base_answer = ChatAnswer(num_dropped=self.answer.num_dropped)
+        return self._generated(self.model.base_runtime(), self.base_answer)
 
     def undo(self) -> bool:
         """Remove the last question and its answer. Return False if the conversation is empty."""
@@ -160,7 +161,7 @@ class Chat:
 
     def clear_answer(self) -> None:
         """Forget the last answer and its prompt, but not the conversation."""
-        self.answer, self.base_answer, self._prompt = Answer(), None, []
+        self.answer, self.base_answer, self._prompt = ChatAnswer(), None, []
 
     def _row(self) -> tuple[dict[str, Any], int]:
         if self.model.masker is None:
@@ -197,34 +198,31 @@ class Chat:
     def _recorded(self, question: Message) -> Generator[str, None, None]:
         answer = self.answer
         try:
-            yield from self._generated(self.model.runtime, answer)
+            yield from self._generated(nullcontext(self.model.runtime), answer)
         finally:
             if answer.num_tokens or answer.ended == "end":
                 if answer.ended != "end":
                     self._unfinished.add(len(self.messages) + 1)
                 self.messages += [question, {"role": "assistant", "content": answer.text}]
 
-    def _from_base(self, answer: Answer) -> Generator[str, None, None]:
-        with self.model.base_runtime() as runtime:
-            yield from self._generated(runtime, answer)
-
-    def _generated(self, runtime: Runtime, answer: Answer) -> Iterator[str]:
+    def _generated(self, opened: AbstractContextManager[Runtime], answer: ChatAnswer) -> Generator[str, None, None]:
         decoding = Decoding(temperature=self.options.temperature, seed=self.options.seed)
         answer.num_prompt_tokens = len(self._prompt)
-        tokens = runtime.stream(
-            self._prompt, max_new_tokens=self.options.length, stop_ids=self.model.stop_ids, decoding=decoding
-        )
-        begun = time.monotonic()
-        try:
-            for text in self._decoded(tokens, answer):
-                answer.text += text
-                yield text
-            answer.ended = tokens.ended or "stopped"
-        finally:
-            tokens.close()
-            answer.seconds = time.monotonic() - begun
+        with opened as runtime:
+            tokens = runtime.stream(
+                self._prompt, max_new_tokens=self.options.length, stop_ids=self.model.stop_ids, decoding=decoding
+            )
+            begun = time.monotonic()
+            try:
+                for text in self._decoded(tokens, answer):
+                    answer.text += text
+                    yield text
+                answer.ended = tokens.ended or "stopped"
+            finally:
+                tokens.close()
+                answer.seconds = time.monotonic() - begun
 
-    def _decoded(self, tokens: Iterator[int], answer: Answer) -> Iterator[str]:
+    def _decoded(self, tokens: Iterator[int], answer: ChatAnswer) -> Iterator[str]:
         decoder = StreamDecoder(self.model.tokenizer.backend)
         # White space before an answer that the model generates; the template adds it again in the next prompt.
         lead = self.model.masker.frame.leading_space if self.model.masker else ""

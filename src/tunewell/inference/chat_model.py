@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,7 @@ from tunewell.methods.base import AdapterMethod, load_adapter
 from tunewell.model_files.files import locate
 from tunewell.model_files.ollama import PREFIX as OLLAMA
 from tunewell.models.attention import SDPA
-from tunewell.models.load import LoadedModel, LoadOptions, load_dequantized, load_model
+from tunewell.models.load import DTYPES, LoadedModel, LoadOptions, load_dequantized, load_model
 from tunewell.records.manifest import read_manifest
 
 Backend = Literal["packed", "plain", "llama_cpp"]
@@ -36,7 +37,6 @@ Backend = Literal["packed", "plain", "llama_cpp"]
 the threads of a batch in streams too. `llama_cpp`: as `packed`, but llama.cpp runs a `.gguf` file if the device is a
 CPU and a library is found."""
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEQUANTISED = "the weights were dequantised, and transformers runs the model"
 
 
@@ -123,16 +123,15 @@ def open_chat_model(
     adapter gives the base model.
     """
     text = TextPipeline.load(ref.loaded)
-    if backend == "llama_cpp":
-        llama, notes = open_in_llama_cpp(ref, text, device=device)
-    else:
-        llama, notes = None, []
+    llama, notes = open_in_llama_cpp(ref, text, device=device) if backend == "llama_cpp" else (None, [])
     chat_model = _describe(ref, text, device="cpu" if llama else device, precision=precision)
     chat_model.notes += notes
     with _weights_loader(chat_model, text, weights, is_packed=backend != "plain") as load:
         if llama is not None:
-            return _with_llama_cpp(chat_model, llama, text, load=load if with_base else None)
-        return _with_torch(chat_model, load, with_base=with_base, is_streamed=backend != "plain")
+            _add_llama_cpp(chat_model, llama, text, load=load if with_base else None)
+        else:
+            _add_torch(chat_model, load, with_base=with_base, is_streamed=backend != "plain")
+    return chat_model
 
 
 def open_without_weights(ref: ModelRef, *, device: str = "auto") -> ChatModel:
@@ -143,17 +142,16 @@ def open_without_weights(ref: ModelRef, *, device: str = "auto") -> ChatModel:
 def _describe(ref: ModelRef, text: TextPipeline, *, device: str, precision: str | None) -> ChatModel:
     facts = probe_device(device)
     masker = text.chat_masker(ref.loaded.config.data.sources)
-    chat_model = ChatModel(
+    return ChatModel(
         ref=ref,
         tokenizer=text.tokenizer,
         masker=masker,
         encoder=text.encoder(masker),
         device=facts,
         precision=precision or _default_precision(ref, facts),
+        stop_ids=_stop_ids(ref, text.tokenizer, masker),
         notes=list(ref.notes),
     )
-    chat_model.stop_ids = _stop_ids(chat_model)
-    return chat_model
 
 
 _Load = Callable[[str], LoadedModel]
@@ -163,7 +161,11 @@ _Load = Callable[[str], LoadedModel]
 def _weights_loader(
     chat_model: ChatModel, text: TextPipeline, weights: WeightsOptions, *, is_packed: bool
 ) -> Iterator[_Load]:
-    """Yield a function that loads a model by name, in the precision and on the device of the chat model."""
+    """Yield a function that loads a model by name, in the precision and on the device of the chat model.
+
+    The base of a run is quantised as in training; in another precision, it is then dequantised.
+    """
+    ref, dtype = chat_model.ref, DTYPES[chat_model.precision]
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
         text.save(Path(folder))
 
@@ -172,54 +174,48 @@ def _weights_loader(
                 model,
                 Path(folder),
                 torch.device(chat_model.device.name),
-                _DTYPES[chat_model.precision],
-                added_tokens=chat_model.ref.added_tokens or text.tokenizer.added_by_us,
-                seed=chat_model.ref.loaded.config.seed,
+                dtype,
+                added_tokens=ref.added_tokens or text.tokenizer.added_by_us,
+                seed=ref.loaded.config.seed,
                 allow_pickle=weights.allow_pickle,
                 attention=SDPA if is_packed else "sdpa",
                 is_packed=is_packed,
             )
-            return _load_as_trained(options, chat_model)
+            plan = ref.plan if model == ref.base else None
+            if plan is None or plan.quantized is None:
+                return load_model(options)
+            options, trained = replace(options, quantized=plan.quantized), DTYPES[plan.precision.value]
+            is_same = dtype == trained and is_packed  # otherwise the weights are read one by one
+            return load_model(options) if is_same else load_dequantized(options, trained)
 
         yield load
 
 
-def _load_as_trained(options: LoadOptions, chat_model: ChatModel) -> LoadedModel:
-    """Load a model. The base of a run is quantised as in training; in another precision, it is then dequantised."""
+def _add_torch(chat_model: ChatModel, load: _Load, *, with_base: bool, is_streamed: bool) -> None:
+    """Load the weights in torch."""
     ref = chat_model.ref
-    base = None if ref.plan is None or options.model != ref.base else ref.plan.quantized
-    if base is None or ref.plan is None:
-        return load_model(options)
-    options, trained = replace(options, quantized=base), _DTYPES[ref.plan.precision.value]
-    is_same = options.dtype == trained and options.is_packed  # otherwise the weights are read one by one
-    return load_model(options) if is_same else load_dequantized(options, trained)
-
-
-def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool, is_streamed: bool) -> ChatModel:
-    ref, precision = chat_model.ref, chat_model.precision
-    found, adapter = _load_with_adapter(ref, load)
-    model = found.model
-    num_threads = batch_threads = None
+    found, chat_model.adapter = _load_with_adapter(ref, load)
+    model = found.model.eval()
     if model.device.type == "cpu":
         shapes = [tuple(weight.shape) for weight in model.parameters()]
-        batch_threads = fastest_threads(shapes, num_tokens=BATCH_TOKENS_MEASURED)
-        num_threads = fastest_threads(shapes) if is_streamed else batch_threads
-    notes = [*chat_model.notes, *found.notes]
+        chat_model.batch_threads = fastest_threads(shapes, num_tokens=BATCH_TOKENS_MEASURED)
+        chat_model.num_threads = fastest_threads(shapes) if is_streamed else chat_model.batch_threads
+    chat_model.notes += found.notes
     if (reason := why_not_decoded(model, 1)) is not None:
-        notes.append(f"answers are generated by transformers, which is slower: {reason}")
-    opened = replace(
-        chat_model,
-        adapter=adapter,
-        num_threads=num_threads,
-        batch_threads=batch_threads,
-        stop_ids=sorted({*chat_model.stop_ids, *_generation_config_ids(model)}),
-        notes=notes,
-        _runtime=TorchRuntime(model.eval(), precision, num_threads=num_threads, batch_threads=batch_threads),
+        chat_model.notes.append(f"answers are generated by transformers, which is slower: {reason}")
+    # Those of `generation_config.json`: none, one or several.
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    more = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    chat_model.stop_ids = sorted({*chat_model.stop_ids, *more})
+    run_in_torch = partial(
+        TorchRuntime,
+        precision=chat_model.precision,
+        num_threads=chat_model.num_threads,
+        batch_threads=chat_model.batch_threads,
     )
-    if with_base and ref.base is not None and not opened.can_disable_adapter:
-        base = _load_with_adapter(ref.base_ref(), load)[0].model
-        opened._base = TorchRuntime(base, precision, num_threads=num_threads, batch_threads=batch_threads)
-    return opened
+    chat_model._runtime = run_in_torch(model)
+    if with_base and ref.base is not None and not chat_model.can_disable_adapter:
+        chat_model._base = run_in_torch(_load_with_adapter(ref.base_ref(), load)[0].model)
 
 
 def _load_with_adapter(ref: ModelRef, load: _Load) -> tuple[LoadedModel, AdapterMethod | None]:
@@ -232,21 +228,15 @@ def _load_with_adapter(ref: ModelRef, load: _Load) -> tuple[LoadedModel, Adapter
     return found, adapter
 
 
-def _with_llama_cpp(chat_model: ChatModel, llama: LlamaRuntime, text: TextPipeline, *, load: _Load | None) -> ChatModel:
-    """Return the chat model with llama.cpp as its runtime. `load` loads a base model that llama.cpp cannot run."""
-    base: Runtime | None = None
-    if load is not None and chat_model.ref.base is not None:
-        base = open_in_llama_cpp(chat_model.ref.base_ref(), text, device="cpu")[0]
-        base = base or TorchRuntime(load(chat_model.ref.base).model, chat_model.precision)
-    return replace(
-        chat_model,
-        precision=llama.stored_as,
-        computed_by=llama.computed_by,
-        num_threads=llama.num_threads,
-        batch_threads=llama.num_threads,
-        _runtime=llama,
-        _base=base,
-    )
+def _add_llama_cpp(chat_model: ChatModel, llama: LlamaRuntime, text: TextPipeline, *, load: _Load | None) -> None:
+    """Use llama.cpp as the runtime. `load` loads a base model that llama.cpp cannot run."""
+    ref = chat_model.ref
+    if load is not None and ref.base is not None:
+        base, _ = open_in_llama_cpp(ref.base_ref(), text, device="cpu")
+        chat_model._base = base or TorchRuntime(load(ref.base).model, chat_model.precision)
+    chat_model.precision, chat_model.computed_by = llama.stored_as, llama.computed_by
+    chat_model.num_threads = chat_model.batch_threads = llama.num_threads
+    chat_model._runtime = llama
 
 
 def open_in_llama_cpp(ref: ModelRef, text: TextPipeline, *, device: str) -> tuple[LlamaRuntime | None, list[str]]:
@@ -299,16 +289,9 @@ def _default_precision(ref: ModelRef, facts: DeviceFacts) -> str:
     return "fp32" if facts.kind != "cuda" else "bf16" if facts.has_bf16 else "fp16"
 
 
-def _stop_ids(chat_model: ChatModel) -> list[int]:
+def _stop_ids(ref: ModelRef, tokenizer: LoadedTokenizer, masker: Masker | None) -> list[int]:
     """Return the stop tokens of the tokenizer, the chat template and the corpus."""
-    tokenizer, masker, corpus = chat_model.tokenizer, chat_model.masker, chat_model.ref.corpus
     ends = (masker.frame.end_marker, *masker.frame.ends) if masker is not None else ()
     # A source may have its own template, with a different end-of-turn token.
-    others = corpus_stop_ids(tokenizer, read_manifest(corpus)) if corpus is not None else ()
+    others = corpus_stop_ids(tokenizer, read_manifest(ref.corpus)) if ref.corpus is not None else ()
     return sorted({*stop_token_ids(tokenizer, ends), *others})
-
-
-def _generation_config_ids(model: PreTrainedModel) -> set[int]:
-    """Return the stop tokens of `generation_config.json`."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    return {number for number in (ids if isinstance(ids, list) else [ids]) if number is not None}

@@ -28,10 +28,10 @@ from transformers.generation.logits_process import TopPLogitsWarper
 from tunewell.core.errors import UserError
 from tunewell.data.batches import MicroBatch, cumulative_lengths, share_prefix
 from tunewell.methods.base import weights_cast
-from tunewell.models.attention import packed_flash, packed_sdpa, runs_of, stock_attention
+from tunewell.models.attention import Scores, forward_inputs, packed_flash, packed_sdpa, using_attention
 from tunewell.models.cpu_attention import MAX_LENGTH
 from tunewell.models.fp32_modules import compute_dtype
-from tunewell.models.support import is_verified, quiet, require_supported
+from tunewell.models.support import eval_mode, is_verified, require_supported, stock_mode
 
 CACHED = "tunewell_cached"
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -71,16 +71,17 @@ def context_limit(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
 
 
+def can_skip_logits(model: PreTrainedModel) -> bool:
+    """Return whether the model can compute the logits of some tokens only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
 @contextmanager
 def decoding_mode(model: PreTrainedModel) -> Iterator[None]:
     """Prepare a model for `Decoder` inside a `with` block: eval mode, cached attention, adapters in its dtype."""
-    was_training = model.training
-    model.eval()
-    try:
-        with quiet(), cached_attention_of(model), weights_cast(model):
-            yield
-    finally:
-        model.train(was_training)
+    AttentionInterface.register(CACHED, cached_attention)
+    with eval_mode(model), using_attention(model, CACHED), weights_cast(model):
+        yield
 
 
 def why_not_decoded(model: PreTrainedModel, longest: int) -> str | None:
@@ -116,11 +117,8 @@ def _difference(model: PreTrainedModel) -> str | None:
             found = decoder.logits.float()
     except (NotImplementedError, TypeError, RuntimeError) as error:
         return f"`{model.config.model_type}` cannot be decoded from a static cache: {error}"
-    was_training = model.training
-    model.eval()
-    with quiet(), stock_attention(model):
+    with stock_mode(model):
         output: Any = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
-    model.train(was_training)
     expected = output.logits[:, -1].float()
     distance = float((found - expected).abs().max() / expected.abs().max())
     if distance <= _TOLERANCE.get(compute_dtype(model), 1e-3):
@@ -128,12 +126,12 @@ def _difference(model: PreTrainedModel) -> str | None:
     return f"`{model.config.model_type}` decoded from a static cache differs from transformers by {distance:.1e}"
 
 
+@dataclass
 class Sampler:
     """Chooses the next tokens, greedily or by sampling with its own random generator."""
 
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
-        self._generator: torch.Generator | None = None
+    _decoding: Decoding
+    _generator: torch.Generator | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -169,7 +167,7 @@ class Decoder:
         """Logits of the last step, [slots, vocabulary]."""
         self._graph_logits = self.logits
         self._may_record = self.device.type == "cuda"
-        self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps_some = can_skip_logits(model)
 
     @torch.no_grad()
     def add(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
@@ -179,12 +177,7 @@ class Decoder:
         lengths = np.asarray(batch.lengths)
         rows = np.repeat(np.asarray(slots) * self.cache.capacity, lengths) + batch.position_ids
         sources = np.arange(len(rows)) if shared is None else shared.token_index
-        ids, positions = batch.input_ids, batch.position_ids
-        layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
-        if shared is not None:
-            ids, positions = ids[shared.computed], positions[shared.computed]
-            runs = ((1, shared.size), *runs_of(shared.lengths[1:]))
-            layout = {"packed_runs": runs, "packed_prefix": shared.size}
+        ids, positions, layout = forward_inputs(batch, shared)
         if self.device.type == "cuda":
             layout |= {"packed_bounds": self._tensor(cumulative_lengths(batch)), "packed_longest": max(batch.lengths)}
         self.cache.begin_prompts(self._tensor(rows), self._tensor(sources))
@@ -329,25 +322,16 @@ def cached_attention(
     cache: KVCache | None = options.pop("kv_cache", None)
     if cache is None:
         raise NotImplementedError("this model does not pass our KV cache to its attention")
-    softcap = options.get("softcap")
-    is_flash = softcap is None and _can_flash(query, key, value)
+    scores = Scores.read(query, options)
+    is_flash = scores.softcap is None and _can_flash(query, key, value)
     if not cache.is_step:
         cache.store(module, key[0].transpose(0, 1), value[0].transpose(0, 1))
         packed = packed_flash if is_flash else packed_sdpa
         return packed(module, query, key, value, attention_mask, **options)
-    for name in ("s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise NotImplementedError(f"this model's attention has `{name}`")
-    if attention_mask is not None:
-        raise NotImplementedError("this model creates its own attention mask")
+    # What the model needs beyond these settings was checked with its prompt.
     keys, values = cache.store(module, key[:, :, 0], value[:, :, 0])
-    scaling, window = options.get("scaling"), options.get("sliding_window")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if is_flash:
-        out_SHD = _attend_flash(query[:, :, 0], keys, values, cache, scale=scale, window=window)
-    else:
-        out_SHD = _attend_masked(query[:, :, 0], keys, values, cache, scale=scale, window=window, softcap=softcap)
-    return out_SHD.unsqueeze(1), None
+    attend = _attend_flash if is_flash else _attend_masked
+    return attend(query[:, :, 0], keys, values, cache, scores).unsqueeze(1), None
 
 
 def _can_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -357,16 +341,13 @@ def _can_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.device.type == "cuda" and is_one_size and is_one_type
 
 
-def _attend_flash(
-    q_SHD: Tensor, keys: Tensor, values: Tensor, cache: KVCache, *, scale: float, window: int | None
-) -> Tensor:
+def _attend_flash(q_SHD: Tensor, keys: Tensor, values: Tensor, cache: KVCache, scores: Scores) -> Tensor:
     """Attend with torch's flash kernel, which reads only the used part of a slot.
 
     Without a window, the query heads that share a key head are passed as queries of one head. The kernel then reads
     each key once instead of once per query head.
     """
-    num_heads = q_SHD.shape[1]
-    group = num_heads // keys.shape[1] if window is None else 1
+    group = q_SHD.shape[1] // keys.shape[1] if scores.window is None else 1
     # [S, G * Q, D] -> [S * Q, G, D], and back below
     q = q_SHD.unflatten(1, (-1, group)).transpose(1, 2).flatten(0, 1).contiguous()
     slots = torch.arange(cache.num_slots + 1, device=q_SHD.device, dtype=torch.int32)
@@ -381,24 +362,15 @@ def _attend_flash(
         0.0,
         group == 1,
         False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
+        scale=scores.scale,
+        window_size_left=-1 if scores.window is None else scores.window - 1,
         window_size_right=0 if group == 1 else -1,
         seqused_k=(cache.lengths + 1).int(),
     )
     return out.unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2)
 
 
-def _attend_masked(
-    q_SHD: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cache: KVCache,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_masked(q_SHD: Tensor, keys: Tensor, values: Tensor, cache: KVCache, scores: Scores) -> Tensor:
     """Attend with a mask over the slots. Query heads that share a key head are grouped, so no key is repeated."""
     shape = (cache.num_slots, cache.capacity)
     k_SGMD, v_SGMD = (x.unflatten(0, shape)[:, : cache.visible].transpose(1, 2) for x in (keys, values))
@@ -406,24 +378,11 @@ def _attend_masked(
     position = torch.arange(cache.visible, device=q_SHD.device)
     last = cache.lengths[:, None]
     mask_SM = position <= last
-    if window is not None:
-        mask_SM = mask_SM & (position > last - window)
-    mask = mask_SM[:, None, None]
+    if scores.window is not None:
+        mask_SM = mask_SM & (position > last - scores.window)
+    mask, scale, softcap = mask_SM[:, None, None], scores.scale, scores.softcap
     if softcap is None:
         return F.scaled_dot_product_attention(q_SGLD, k_SGMD, v_SGMD, attn_mask=mask, scale=scale).flatten(1, 2)
-    scores = torch.tanh(q_SGLD @ k_SGMD.transpose(2, 3) * scale / softcap) * softcap
-    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1, dtype=torch.float32)
+    s_SGLM = torch.tanh(q_SGLD @ k_SGMD.transpose(2, 3) * scale / softcap) * softcap
+    weights = torch.softmax(s_SGLM.masked_fill(~mask, float("-inf")), -1, dtype=torch.float32)
     return (weights.to(q_SHD.dtype) @ v_SGMD).flatten(1, 2)
-
-
-@contextmanager
-def cached_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """Use `cached_attention` inside a `with` block, uncompiled."""
-    AttentionInterface.register(CACHED, cached_attention)
-    before: Any = model.config._attn_implementation
-    model.set_attn_implementation(CACHED)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        model.set_attn_implementation(before)

@@ -131,18 +131,20 @@ class Repetition:
 def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bool:
     """Return True if an answer loops and its reference does not."""
     words = split_words(_COUNTER.sub("", text))
-    longest = _longest_repetition(words)
+    longest = _longest_repetition(words, least=3)
     # The search is quadratic, so only the beginning of a much longer reference is used.
-    expected = _longest_repetition(split_words(_COUNTER.sub("", reference))[: max(200, 2 * len(words))])
+    known = split_words(_COUNTER.sub("", reference))[: max(200, 2 * len(words))]
+    expected = _longest_repetition(known, least=3)
     if expected and longest and expected.times >= 3 and 2 * expected.times >= longest.times:
         return False
     if ended:
         return _is_mostly(words, longest) or _is_one_character(text, reference)
-    tail = _final_repetition(words)
-    tail_of_ids = _final_repetition(ids)
+    tails = (words, min(_MIN_TAIL, max(_TIMES, len(words) // 2))), (ids, min(_MIN_TAIL_IDS, len(ids) // 2))
     return (
-        (tail is not None and tail.end - tail.begin >= min(_MIN_TAIL, max(_TIMES, len(words) // 2)))
-        or (tail_of_ids is not None and tail_of_ids.end - tail_of_ids.begin >= min(_MIN_TAIL_IDS, len(ids) // 2))
+        any(
+            (tail := _longest_repetition(items, least=_TIMES, is_final=True)) and tail.end - tail.begin >= fewest
+            for items, fewest in tails
+        )
         or _is_one_character(text, reference)
         or _has_few_new_words(words)
     )
@@ -177,30 +179,20 @@ def _has_few_new_words(words: list[str]) -> bool:
     return len(set(fours)) < _MIN_NEW * len(fours)
 
 
-def _final_repetition(items: Sequence[Hashable]) -> Repetition | None:
-    """Return the longest repetition at the end of the items; its last unit may be cut off."""
-    best: Repetition | None = None
-    for period in range(1, len(items) // _TIMES + 1):
-        begin = len(items) - period
-        while begin > 0 and items[begin - 1] == items[begin - 1 + period]:
-            begin -= 1
-        run = Repetition(begin, len(items), period)
-        if run.times >= _TIMES and (best is None or run.begin < best.begin):
-            best = run
-    return best
+def _longest_repetition(items: Sequence[Hashable], *, least: int, is_final: bool = False) -> Repetition | None:
+    """Return the longest repetition of at least `least` units. Its last unit may be cut off.
 
-
-def _longest_repetition(items: Sequence[Hashable]) -> Repetition | None:
-    """Return the longest repetition of at least three units, at any position."""
+    With `is_final`, only repetitions at the end of the items count.
+    """
     best: Repetition | None = None
     known: dict[Hashable, int] = {}
     codes = np.array([known.setdefault(item, len(known)) for item in items])
-    for period in range(1, len(items) // 3 + 1):
+    for period in range(1, len(items) // least + 1):
         # Between two places that differ from the next unit, the items repeat themselves.
         [places] = np.nonzero(codes[:-period] != codes[period:])
         differs = np.concatenate([[-1], places, [len(items) - period]])
-        at = int(np.argmax(np.diff(differs)))
+        at = len(places) if is_final else int(np.argmax(np.diff(differs)))
         run = Repetition(int(differs[at]) + 1, int(differs[at + 1]) + period, period)
-        if run.times >= 3 and (best is None or run.end - run.begin > best.end - best.begin):
+        if run.times >= least and (best is None or run.end - run.begin > best.end - best.begin):
             best = run
     return best

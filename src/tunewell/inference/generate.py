@@ -26,6 +26,7 @@ from tunewell.inference.decoder import (
     why_not_decoded,
 )
 from tunewell.inference.transformers_generate import generate_with_transformers
+from tunewell.models.attention import head_size
 from tunewell.models.fp32_modules import compute_dtype
 from tunewell.records.manifest import Manifest
 
@@ -72,6 +73,8 @@ def generate(
     The model's `generation_config` is ignored, so that its sampling settings cannot hide what the model learned.
     `before_token` is called before each token; it may raise an exception to stop the generation.
     """
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens")
     limits = [max(0, min(max_new_tokens, context_limit(model) - len(prompt))) for prompt in prompts]
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
     if why_not_decoded(model, longest) is not None:
@@ -84,95 +87,58 @@ def generate(
             before_token=before_token,
             progress=progress,
         )
-    if not all(prompts):
-        raise ValueError("a prompt has no tokens")
+    answers = [_Answer(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+
+    def step() -> None:
+        before_token()
+        progress(Progress("answers", sum(answer.is_complete for answer in answers), len(answers), "answers"))
+
     with decoding_mode(model):
-        found = decode(
-            model,
-            prompts,
-            limits=limits,
-            stop_ids=stop_ids,
-            decoding=decoding,
-            before_token=before_token,
-            progress=progress,
-        )
-    return [Generated(ids, ended) for ids, ended in found]
+        num_slots = _num_slots(model, longest, decoding)
+        while unfinished := [answer for answer in answers if not answer.is_complete]:
+            try:
+                capacity = max(len(answer.prompt) + answer.limit for answer in unfinished)
+                num_used = min(len(unfinished), num_slots)
+                _decode(
+                    Decoder(model, num_slots=num_used, capacity=capacity, decoding=decoding), unfinished, stop_ids, step
+                )
+            except torch.OutOfMemoryError:
+                if num_slots == 1 or decoding.batch_tokens is not None:
+                    raise
+                num_slots //= 2
+                for answer in unfinished:
+                    if not answer.is_complete:
+                        answer.ids.clear()
+                torch.cuda.empty_cache()
+    return [Generated(answer.ids, answer.ended) for answer in answers]
 
 
 @dataclass
 class _Answer:
     """An answer that is being generated."""
 
-    index: int
+    prompt: Sequence[int]
     limit: int
     ids: list[int] = field(default_factory=list)
     ended: bool = False
-
-    def take(self, token: int, stops: Collection[int]) -> None:
-        """Append a token, unless the answer is complete."""
-        if self.is_complete:
-            return
-        if token in stops:
-            self.ended = True
-        else:
-            self.ids.append(token)
 
     @property
     def is_complete(self) -> bool:
         return self.ended or len(self.ids) == self.limit
 
 
-def decode(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    limits: Sequence[int],
-    stop_ids: Collection[int],
-    decoding: Decoding = GREEDY,
-    before_token: Callable[[], None] = lambda: None,
-    progress: ProgressListener = silent,
-) -> list[tuple[list[int], bool]]:
-    """Return one answer per prompt, without the stop token, and whether a stop token ended it before its limit."""
-    answers = [_Answer(index, limit) for index, limit in enumerate(limits)]
-
-    def step() -> None:
-        before_token()
-        progress(Progress("answers", sum(answer.is_complete for answer in answers), len(answers), "answers"))
-
-    num_slots = _num_slots(model, max(map(sum, zip(map(len, prompts), limits, strict=True)), default=0), decoding)
-    while unfinished := [answer for answer in answers if not answer.is_complete]:
-        try:
-            _decode(model, prompts, unfinished, num_slots, stop_ids, decoding, step)
-        except torch.OutOfMemoryError:
-            if num_slots == 1 or decoding.batch_tokens is not None:
-                raise
-            num_slots //= 2
-            for answer in unfinished:
-                if not answer.is_complete:
-                    answer.ids.clear()
-            torch.cuda.empty_cache()
-    return [(answer.ids, answer.ended) for answer in answers]
+_Slots = list[_Answer | None]
 
 
-def _decode(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    answers: list[_Answer],
-    num_slots: int,
-    stop_ids: Collection[int],
-    decoding: Decoding,
-    before_token: Callable[[], None],
-) -> None:
-    """Generate the answers, `num_slots` at a time."""
-    waiting = deque(sorted(answers, key=lambda answer: len(prompts[answer.index])))
-    capacity = max(len(prompts[answer.index]) + answer.limit for answer in waiting)
-    slots: list[_Answer | None] = [None] * min(len(waiting), num_slots)
-    decoder = Decoder(model, num_slots=len(slots), capacity=capacity, decoding=decoding)
+def _decode(decoder: Decoder, answers: list[_Answer], stops: Collection[int], before_token: Callable[[], None]) -> None:
+    """Generate the answers, as many at a time as the decoder has slots."""
+    waiting = deque(sorted(answers, key=lambda answer: len(answer.prompt)))
+    slots: _Slots = [None] * decoder.cache.num_slots
     is_gpu = decoder.device.type == "cuda"
     while waiting or any(slots):
         if waiting and None in slots:
             before_token()
-            _fill(decoder, slots, waiting, prompts, stop_ids)
+            _fill(decoder, slots, waiting, stops)
             continue
         active = [slot for slot, answer in enumerate(slots) if answer]
         if len(active) <= len(slots) // 2 and not is_gpu:
@@ -182,14 +148,44 @@ def _decode(
         if remaining >= MIN_GRAPH_STEPS:
             decoder.record()
         num_steps = min(_READ_EVERY if is_gpu else 1, remaining)
-        longest = max(len(prompts[answer.index]) + len(answer.ids) for answer in slots if answer)
+        longest = max(len(answer.prompt) + len(answer.ids) for answer in slots if answer)
         decoder.show(longest + num_steps - 1)
         written = []
         for _ in range(num_steps):
             before_token()
             decoder.step()
             written.append(decoder.tokens.clone())
-        _take(slots, range(len(slots)), torch.stack(written), stop_ids)
+        _take(slots, range(len(slots)), torch.stack(written), stops)
+
+
+def _fill(decoder: Decoder, slots: _Slots, waiting: deque[_Answer], stops: Collection[int]) -> None:
+    """Add as many waiting prompts to free slots as fit in one forward pass, and take their first tokens."""
+    chosen: dict[int, Sequence[int]] = {}
+    num_tokens = 0
+    for slot in [slot for slot, answer in enumerate(slots) if answer is None]:
+        if not waiting or (chosen and num_tokens + len(waiting[0].prompt) > _PROMPT_TOKENS):
+            break
+        slots[slot] = answer = waiting.popleft()
+        chosen[slot] = answer.prompt
+        num_tokens += len(answer.prompt)
+    decoder.add([*chosen], [*chosen.values()])
+    _take(slots, chosen, decoder.tokens[None], stops)
+
+
+def _take(slots: _Slots, chosen: Iterable[int], written: Tensor, stops: Collection[int]) -> None:
+    """Append the tokens [steps, slots] to the answers in the chosen slots, and free the slots of complete answers."""
+    tokens_of = written.T.tolist()
+    for slot in chosen:
+        if (answer := slots[slot]) is None:
+            continue
+        for token in tokens_of[slot]:
+            if token in stops:
+                answer.ended = True
+            else:
+                answer.ids.append(token)
+            if answer.is_complete:
+                slots[slot] = None
+                break
 
 
 def _num_slots(model: PreTrainedModel, capacity: int, decoding: Decoding) -> int:
@@ -197,8 +193,7 @@ def _num_slots(model: PreTrainedModel, capacity: int, decoding: Decoding) -> int
     if model.device.type == "cuda":
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * heads * size * compute_dtype(model).itemsize
+        token_bytes = 2 * config.num_hidden_layers * heads * head_size(config) * compute_dtype(model).itemsize
         free, _ = torch.cuda.mem_get_info(model.device)
         free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
         number = min(_MAX_GPU_SLOTS, int(free * _MEMORY_SHARE) // max(1, token_bytes * capacity))
@@ -207,34 +202,3 @@ def _num_slots(model: PreTrainedModel, capacity: int, decoding: Decoding) -> int
     if decoding.batch_tokens is not None:
         number = min(number, decoding.batch_tokens // max(1, capacity))
     return max(1, number)
-
-
-def _fill(
-    decoder: Decoder,
-    slots: list[_Answer | None],
-    waiting: deque[_Answer],
-    prompts: Sequence[Sequence[int]],
-    stops: Collection[int],
-) -> None:
-    """Add as many waiting prompts to free slots as fit in one forward pass, and take their first tokens."""
-    chosen: list[int] = []
-    num_tokens = 0
-    for slot in [slot for slot, answer in enumerate(slots) if answer is None]:
-        if not waiting or (chosen and num_tokens + len(prompts[waiting[0].index]) > _PROMPT_TOKENS):
-            break
-        slots[slot] = answer = waiting.popleft()
-        num_tokens += len(prompts[answer.index])
-        chosen.append(slot)
-    decoder.add(chosen, [prompts[answer.index] for slot in chosen if (answer := slots[slot])])
-    _take(slots, chosen, decoder.tokens[None], stops)
-
-
-def _take(slots: list[_Answer | None], chosen: Sequence[int], written: Tensor, stops: Collection[int]) -> None:
-    """Append the tokens [steps, slots] to the answers in the chosen slots, and free the slots of complete answers."""
-    for tokens in written.tolist():
-        for slot in chosen:
-            if (answer := slots[slot]) is not None:
-                answer.take(tokens[slot], stops)
-    for slot in chosen:
-        if (answer := slots[slot]) is not None and answer.is_complete:
-            slots[slot] = None

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Source:
+class SourcePassage:
     """A passage that the model could read."""
 
     number: int
@@ -29,7 +29,7 @@ class IndexAnswer:
     refused: bool = False
     because: str = ""
     """Why the question was refused."""
-    sources: list[Source] = field(default_factory=list[Source])
+    sources: list[SourcePassage] = field(default_factory=list[SourcePassage])
     num_left_out: int = 0
     """Number of passages that were found but did not fit in the context."""
     warnings: list[str] = field(default_factory=list[str])

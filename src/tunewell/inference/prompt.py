@@ -10,17 +10,17 @@ second time with all message text redacted, and only the markers in that renderi
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.data.encoding.encoder import Encoder, PlannedDocument
 from tunewell.data.masking import placeholders
-from tunewell.data.masking.masker import Masker, Piece, Plan
+from tunewell.data.masking.masker import Masker, MaskPlan, Piece
 from tunewell.data.masking.placeholders import NO_TRIM
 from tunewell.data.masking.turns import Span, marker_pattern
-from tunewell.data.rows.conversation import Conversation, Message, Rejected
+from tunewell.data.rows.conversation import Conversation, Message, Rejected, map_leaves
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 
 
@@ -62,8 +62,7 @@ def _template_markers(
     template: ChatTemplate, marker: re.Pattern[str], conversation: Conversation, text: str
 ) -> list[Span]:
     """Return the spans of the markers that the template itself wrote."""
-    versions = [conversation, *(version for version, _ in placeholders.with_separate_thinking(conversation))]
-    for version in versions:
+    for version, _ in placeholders.versions(conversation):
         redacted = placeholders.redact(version.messages, version.tools, marker, frozenset())
         try:
             redacted_text = template.render(*redacted, add_generation_prompt=True)
@@ -71,31 +70,22 @@ def _template_markers(
             continue
         if placeholders.is_equal_outside_redactions(text, redacted_text):
             return [found.span() for found in marker.finditer(redacted_text)]
+
     # The template rewrites the messages, which matters only if a message contains a marker.
-    for value in _texts_in([conversation.messages, conversation.tools]):
-        if found := marker.search(value):
+    def require_no_marker(value: Any) -> None:
+        if isinstance(value, str) and (found := marker.search(value)):
             raise UserError(
                 f"a message contains `{found.group()}`, and the template `{template.name}` rewrites messages: "
                 "its markers cannot be distinguished from message text",
                 where=repr(value[max(0, found.start() - 20) : found.end() + 20]),
                 fix="remove the marker from the message",
             )
+
+    map_leaves([conversation.messages, conversation.tools], require_no_marker, with_keys=True)
     return [found.span() for found in marker.finditer(text)]
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _texts_in(key)
-            yield from _texts_in(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _texts_in(inner)
-
-
-def _split_at(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
+def _split_at(text: str, marks: list[Span]) -> tuple[MaskPlan, list[str]]:
     """Split a text at its markers. Other text of the template is encoded like message text."""
     ends = dict(marks)
     edges = sorted({0, len(text), *(edge for mark in marks for edge in mark)})
@@ -107,7 +97,7 @@ def _split_at(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
         else:
             pieces.append(Piece("", slot=len(texts)))
             texts.append(text[start:end])
-    return Plan(pieces, [NO_TRIM] * len(texts), 0, 0), texts
+    return MaskPlan(pieces, [NO_TRIM] * len(texts), 0, 0), texts
 
 
 def _encode(encoder: Encoder, layout: PlannedDocument) -> list[int]:

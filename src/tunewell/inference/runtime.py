@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
@@ -18,13 +20,14 @@ from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
 from tunewell.inference.generate import generate
-from tunewell.inference.stream import Ended, TokenStream, stream_tokens
+from tunewell.inference.stream import Tokens, TokenStream, stream_tokens
 from tunewell.machine.device import measure_threads, torch_threads
 from tunewell.machine.out_of_memory import free_memory, is_out_of_memory
-from tunewell.models.attention import fastest_attention, stock_attention
+from tunewell.models.attention import fastest_attention
+from tunewell.models.load import count_nonfinite
 from tunewell.models.loss import HeadShape
 from tunewell.models.packed_forward import PackedModel
-from tunewell.models.support import head_shape, quiet
+from tunewell.models.support import head_shape, stock_mode
 
 _THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
 BATCH_TOKENS_MEASURED = 256
@@ -95,23 +98,17 @@ class Runtime(Protocol):
         ...
 
 
+@dataclass
 class TorchRuntime:
     """A transformers model that runs in torch."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        precision: str,
-        *,
-        num_threads: int | None = None,
-        batch_threads: int | None = None,
-    ) -> None:
-        """Wrap a model. torch uses `num_threads` to compute one token at a time, and `batch_threads` in other calls."""
-        self.model = model
-        self.num_threads = num_threads
-        self.batch_threads = batch_threads or num_threads
-        self._precision = precision
-        self._head: HeadShape | None = None
+    model: PreTrainedModel
+    precision: str
+    num_threads: int | None = None
+    """Number of threads to compute one token at a time."""
+    batch_threads: int | None = None
+    """Number of threads in other calls."""
+    _head: HeadShape | None = None
 
     @property
     def context_length(self) -> int:
@@ -161,29 +158,25 @@ class TorchRuntime:
         with torch_threads(self.batch_threads), fastest_attention(self.model):
             self._head = self._head or self._head_shape(split.arrays(0)[0].tolist())
             longest = int(split.index["length"].max())
-            packed = PackedModel(self.model, self._precision, longest, head=self._head)
+            packed = PackedModel(self.model, self.precision, longest, head=self._head)
             return measure_losses(packed, split, most=most, progress=progress)
 
     def nonfinite_weights(self) -> dict[str, int]:
         """Return the number of NaN and infinite values by parameter."""
-        return _nonfinite(self.model.named_parameters())
+        return count_nonfinite(self.model.named_parameters())
 
     def close(self) -> None:
         """Do nothing, because torch frees the weights with the last reference to the model."""
 
-    def _with_threads(self, stream: TokenStream) -> Iterator[int | Ended]:
+    def _with_threads(self, stream: TokenStream) -> Tokens:
         """Yield the tokens of a stream, with the number of threads set only while a token is computed."""
-        try:
+        with closing(stream):
             while True:
                 with torch_threads(self.num_threads):
                     token = next(stream, None)
                 if token is None:
-                    assert stream.ended is not None
-                    yield stream.ended
-                    return
+                    return stream.ended
                 yield token
-        finally:
-            stream.close()
 
     def _head_shape(self, prompt: list[int]) -> HeadShape:
         try:
@@ -247,14 +240,12 @@ def last_logits(
     earlier ones only, so padding on the right does not change them.
     """
     logits: dict[int, npt.NDArray[np.float32]] = {}
-    with quiet(), stock_attention(model):
+    with stock_mode(model):
         for group in _similar_lengths([len(prompt) for prompt in prompts]):
             progress(Progress("logits", len(logits), len(prompts), "texts"))
             lengths = [len(prompts[index]) for index in group]
             longest, num_kept = max(lengths), min(max(lengths), max(lengths) - min(lengths) + number)
-            ids = torch.zeros(len(group), longest, dtype=torch.long)
-            for row, index in enumerate(group):
-                ids[row, : lengths[row]] = torch.tensor(list(prompts[index]))
+            ids = pad_sequence([torch.tensor(list(prompts[index])) for index in group], batch_first=True)
             out: Any = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=num_kept)
             kept = out.logits[:, -num_kept:].float().cpu().numpy()
             for row, index in enumerate(group):
@@ -282,24 +273,10 @@ def nonfinite_weights_in(folder: Path) -> dict[str, int]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
-                counts |= _nonfinite((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+                counts |= count_nonfinite((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
         except (SafetensorError, OSError):
             return {}  # a damaged file; loading it gives a better error
     return counts
-
-
-def _nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    # The least and the greatest value are NaN or infinite if any value is, and are found ten times as fast as a count.
-    suspects = [(name, tensor) for name, tensor in tensors if not _has_finite_range(tensor)]
-    counts = {name: tensor.numel() - int(torch.isfinite(tensor).sum()) for name, tensor in suspects}
-    return {name: number for name, number in counts.items() if number}
-
-
-def _has_finite_range(tensor: torch.Tensor) -> bool:
-    if not tensor.numel() or not tensor.is_floating_point():
-        return True
-    least, greatest = torch.aminmax(tensor.detach())
-    return bool(torch.isfinite(least) and torch.isfinite(greatest))
 
 
 def fastest_threads(shapes: Iterable[tuple[int, ...]], *, num_tokens: int = 1) -> int:

@@ -1,9 +1,8 @@
 """Stream the answer to one prompt token by token, and decode the tokens to text."""
 
-import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,37 +14,37 @@ from tunewell.inference.decoder import (
     Decoder,
     Decoding,
     Sampler,
+    can_skip_logits,
     context_limit,
     decoding_mode,
     why_not_decoded,
 )
-from tunewell.models.attention import stock_attention
-from tunewell.models.support import quiet
+from tunewell.models.support import stock_mode
 
 Ended = Literal["end", "length", "context"]
 """Why an answer ended: a stop token, the maximum number of new tokens, or a full context."""
+Tokens = Generator[int, None, Ended | None]
+"""The tokens of an answer; the generator returns why it ended."""
 
 
+@dataclass(eq=False)
 class TokenStream(Iterator[int]):
     """The tokens of one answer, without the stop token, computed on demand. Close the stream to stop early."""
 
-    def __init__(self, tokens: Iterator[int | Ended]) -> None:
-        self._tokens = tokens
-        self.ended: Ended | None = None
-        """Why the answer ended; None while the stream is open or if it was closed early."""
+    _tokens: Tokens
+    ended: Ended | None = None
+    """Why the answer ended; None while the stream is open or if it was closed early."""
 
     def __next__(self) -> int:
-        if self.ended is None:
-            found = next(self._tokens)
-            if isinstance(found, int):
-                return found
-            self.ended = found
-            self.close()
-        raise StopIteration
+        try:
+            return next(self._tokens)
+        except StopIteration as end:
+            self.ended = self.ended or end.value
+            raise
 
     def close(self) -> None:
         """Stop, and restore the model's mode. Closing twice is allowed."""
-        self._tokens.close()  # type: ignore[attr-defined]
+        self._tokens.close()
 
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -72,13 +71,14 @@ def stream_tokens(
 
 def _tokens(
     model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding
-) -> Iterator[int | Ended]:
+) -> Tokens:
     num_free = context_limit(model) - len(prompt)
     capacity = len(prompt) + max(0, min(max_new_tokens, num_free))
     is_decoded = why_not_decoded(model, capacity) is None
-    with decoding_mode(model) if is_decoded else _stock_mode(model):
+    with decoding_mode(model) if is_decoded else stock_mode(model):
         next_logits = _decoder_logits(model, capacity) if is_decoded else _stock_logits(model)
-        yield from sample_tokens(next_logits, prompt, decoding, stops, max_new=max_new_tokens, num_free=num_free)
+        tokens = sample_tokens(next_logits, prompt, decoding, stops, max_new=max_new_tokens, num_free=num_free)
+        return (yield from tokens)
 
 
 def _decoder_logits(model: PreTrainedModel, capacity: int) -> Callable[[Sequence[int]], torch.Tensor]:
@@ -106,7 +106,7 @@ def _stock_logits(model: PreTrainedModel) -> Callable[[Sequence[int]], torch.Ten
     """Return `next_logits` for `sample_tokens`, with transformers' own KV cache."""
     cache: Any = None
     # Only the last row of logits is needed; in a small model, most of the work is the head over the whole prompt.
-    keep: Any = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    keep: Any = {"logits_to_keep": 1} if can_skip_logits(model) else {}
 
     @torch.no_grad()
     def next_logits(pending: Sequence[int]) -> torch.Tensor:
@@ -119,17 +119,6 @@ def _stock_logits(model: PreTrainedModel) -> Callable[[Sequence[int]], torch.Ten
     return next_logits
 
 
-@contextmanager
-def _stock_mode(model: PreTrainedModel) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        with quiet(), stock_attention(model):
-            yield
-    finally:
-        model.train(was_training)
-
-
 def sample_tokens(
     next_logits: Callable[[Sequence[int]], torch.Tensor],
     prompt: Sequence[int],
@@ -138,8 +127,8 @@ def sample_tokens(
     *,
     max_new: int,
     num_free: int,
-) -> Iterator[int | Ended]:
-    """Yield the tokens of an answer, then why it ended. `num_free` is the number of free tokens in the context.
+) -> Tokens:
+    """Yield the tokens of an answer, and return why it ended. `num_free` is the number of free tokens in the context.
 
     `next_logits` appends tokens to the KV cache and returns the logits [1, V] for the next token.
     """
@@ -148,11 +137,10 @@ def sample_tokens(
     for _ in range(min(max_new, num_free)):
         token = int(sample(next_logits(pending)))
         if token in stops:
-            yield "end"
-            return
+            return "end"
         yield token
         pending = [token]
-    yield "context" if num_free < max_new else "length"
+    return "context" if num_free < max_new else "length"
 
 
 class StreamDecoder:

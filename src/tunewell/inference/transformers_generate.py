@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
-from tunewell.models.attention import stock_attention
-from tunewell.models.support import quiet
+from tunewell.models.support import stock_mode
 
 _BATCH_TOKENS = 8192
 """Tokens of a batch with complete answers, including padding."""
@@ -33,19 +34,27 @@ def generate_with_transformers(
     # A prompt that fills the context keeps this empty answer.
     answers = [Generated([], False)] * len(prompts)
     batch_tokens = decoding.batch_tokens or _BATCH_TOKENS
-    was_training, num_done = model.training, 0
-    model.eval()
-    try:
-        with quiet(), stock_attention(model), _default_generation_config(model), _seeded(decoding.seed):
-            for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens):
-                progress(Progress("answers", num_done, len(prompts), "answers"))
-                num_done += len(batch)
-                settings = _settings(num_new, stop_ids, decoding)
-                rows = _answer([prompts[index] for index in batch], model, settings, before_token)
-                for index, row in zip(batch, rows, strict=True):
-                    answers[index] = _cut(row, stop_ids)
-    finally:
-        model.train(was_training)
+    num_done = 0
+    sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
+    settings = GenerationConfig(
+        do_sample=decoding.temperature > 0,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=min(stop_ids, default=0),
+        use_cache=True,
+        **(sampling if decoding.temperature > 0 else {}),
+    )
+    # Sampling has its own random numbers, so that it does not affect training.
+    random = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    with stock_mode(model), _default_generation_config(model), random:
+        torch.manual_seed(decoding.seed)
+        for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens):
+            progress(Progress("answers", num_done, len(prompts), "answers"))
+            num_done += len(batch)
+            settings.max_new_tokens = num_new
+            rows = _answer([prompts[index] for index in batch], model, settings, before_token)
+            for index, row in zip(batch, rows, strict=True):
+                end = next((at for at, token in enumerate(row) if token in stop_ids), None)
+                answers[index] = Generated(row[:end], end is not None)
     return answers
 
 
@@ -72,46 +81,23 @@ def _batches(
 def _answer(
     prompts: list[Sequence[int]], model: Any, settings: GenerationConfig, before_token: Callable[[], None]
 ) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
     # Left padding, so that every row continues at its last token.
-    padding = [longest - len(prompt) for prompt in prompts]
-    ids = [[settings.pad_token_id] * gap + list(prompt) for gap, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * gap + [1] * (longest - gap) for gap in padding]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    inputs = pad([torch.tensor(list(prompt)) for prompt in prompts], padding_value=settings.pad_token_id)
+    mask = pad([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts])
+
+    def never_stop(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        before_token()  # which may raise
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    criteria: Any = [never_stop]
     written = model.generate(
-        inputs=torch.tensor(ids, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
+        inputs=inputs.to(model.device),
+        attention_mask=mask.to(model.device),
         generation_config=settings,
-        stopping_criteria=StoppingCriteriaList([_BeforeToken(before_token)]),
+        stopping_criteria=StoppingCriteriaList(criteria),
     )
-    return written[:, longest:].tolist()
-
-
-class _BeforeToken(StoppingCriteria):
-    """Calls a function before each token, which may raise. It never stops the generation itself."""
-
-    def __init__(self, before_token: Callable[[], None]) -> None:
-        self._before_token = before_token
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._before_token()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _settings(num_new: int, stop_ids: Sequence[int], decoding: Decoding) -> GenerationConfig:
-    sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
-    return GenerationConfig(
-        max_new_tokens=num_new,
-        do_sample=decoding.temperature > 0,
-        eos_token_id=list(stop_ids) or None,
-        pad_token_id=min(stop_ids, default=0),
-        use_cache=True,
-        **(sampling if decoding.temperature > 0 else {}),
-    )
-
-
-def _cut(row: list[int], stop_ids: Sequence[int]) -> Generated:
-    end = next((at for at, token in enumerate(row) if token in stop_ids), None)
-    return Generated(row if end is None else row[:end], end is not None)
+    return written[:, inputs.shape[1] :].tolist()
 
 
 @contextmanager
@@ -122,11 +108,3 @@ def _default_generation_config(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = before
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the random generator and restore it afterwards, so that sampling does not affect training."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield

@@ -1,16 +1,13 @@
 """GPU cards that a machine may not have: memory, bandwidth and rates, from the data file `cards.json`."""
 
 import difflib
-import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 
 from tunewell.core.errors import UserError, did_you_mean
-from tunewell.machine.facts import DeviceFacts
-
-_AMPERE = (8, 0)
+from tunewell.core.files import read_data
+from tunewell.machine.facts import DeviceFacts, gpu_facts
 
 
 @dataclass(frozen=True)
@@ -34,36 +31,15 @@ class Card:
 
     def facts(self) -> DeviceFacts:
         """Return the facts of an idle card."""
-        is_new = self.capability >= _AMPERE
         size = self.memory_bytes
-        return DeviceFacts("cuda", "cuda:0", self.label, size, size, has_bf16=is_new, has_flash=is_new, is_here=False)
+        return gpu_facts("cuda:0", self.label, size, size, capability=self.capability, is_here=False)
 
 
 @lru_cache
 def known_cards() -> dict[str, Card]:
     """Return the cards by name."""
-    raw = json.loads(files("tunewell.machine").joinpath("cards.json").read_text(encoding="utf-8"))
-    cards = [
-        Card(
-            name=entry["name"],
-            label=f"NVIDIA {entry['label']}",
-            memory_bytes=entry["memory_mib"] << 20,
-            bytes_per_second=entry["bandwidth_gb_s"] * 1e9,
-            bf16=None if entry["bf16"] is None else entry["bf16"] * 1e12,
-            fp16=entry["fp16"] * 1e12,
-            fp32=entry["fp32"] * 1e12,
-            capability=parse_capability(entry["capability"]),
-            source=entry["source"],
-        )
-        for entry in raw["cards"]
-    ]
-    return {card.name: card for card in cards}
-
-
-def parse_capability(text: str) -> tuple[int, int]:
-    """Return the compute capability `8.6` as (8, 6)."""
-    major, _, minor = text.partition(".")
-    return int(major), int(minor or 0)
+    entries = read_data(__file__, "cards.json")["cards"]
+    return {entry["name"]: Card(**entry | {"capability": tuple(entry["capability"])}) for entry in entries}
 
 
 def find_card(name: str, *, where: str = "--gpu") -> Card:

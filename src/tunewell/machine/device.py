@@ -6,16 +6,15 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
-from tunewell.machine.facts import DeviceFacts, cpu_facts, physical_cores, usable_cores
+from tunewell.machine.facts import DeviceFacts, apple_facts, cpu_facts, gpu_facts, physical_cores, usable_cores
 from tunewell.records.plan import Chosen
-
-_AMPERE = (8, 0)
 
 
 def probe_device(name: str) -> DeviceFacts:
@@ -36,7 +35,10 @@ def probe_device(name: str) -> DeviceFacts:
         )
     if name == "cpu":
         return cpu_facts()
-    return _mps_facts() if name == "mps" else _cuda_facts(name)
+    if name == "mps":
+        total = torch.mps.recommended_max_memory()
+        return apple_facts(total, max(0, total - torch.mps.driver_allocated_memory()))
+    return _cuda_facts(name)
 
 
 def _available_devices() -> list[str]:
@@ -46,26 +48,11 @@ def _available_devices() -> list[str]:
 
 
 def _cuda_facts(name: str) -> DeviceFacts:
-    capability = torch.cuda.get_device_capability(name)
+    capability, label = torch.cuda.get_device_capability(name), torch.cuda.get_device_name(name)
     free, total = torch.cuda.mem_get_info(name)
+    found = gpu_facts(name, label, total, free, capability=capability)
     # torch also reports ROCm as CUDA, but its capability numbers differ and the varlen kernel is untested there.
-    is_amd = torch.version.hip is not None
-    return DeviceFacts(
-        kind="cuda",
-        name=name,
-        label=torch.cuda.get_device_name(name),
-        memory_bytes=total,
-        free_bytes=free,
-        has_bf16=capability >= _AMPERE,
-        has_flash=capability >= _AMPERE and not is_amd,
-    )
-
-
-def _mps_facts() -> DeviceFacts:
-    total = torch.mps.recommended_max_memory()
-    free = max(0, total - torch.mps.driver_allocated_memory())
-    # bf16 is off until it has been compared with fp32 on such a machine.
-    return DeviceFacts("mps", "mps", "Apple GPU", total, free, has_bf16=False, has_flash=False)
+    return replace(found, has_flash=found.has_flash and torch.version.hip is None)
 
 
 # Measure which number of CPU threads is fastest; on a busy machine, more threads can be slower.
@@ -98,7 +85,7 @@ def measure_threads(
     if len(counts) == 1:
         is_limited = candidates is None and usable_cores() > counts[0]
         because = f"`OMP_NUM_THREADS` is {counts[0]}" if is_limited else f"{count(counts[0], 'core')} available"
-        return Chosen[int](value=counts[0], because=because)
+        return Chosen(counts[0], because=because)
     with torch_threads(torch.get_num_threads()):
         return fastest(_rates(_products(shapes), counts, seconds))
 
@@ -181,4 +168,4 @@ def fastest(rates: dict[int, float]) -> Chosen[int]:
     because = f"{count(chosen, 'thread')} gave {rates[chosen] / 1e9:,.3g} GFLOP/s, {', '.join(others)}"
     if rates[chosen] < best:
         because += "; the fewest within 5% of the fastest"
-    return Chosen[int](value=chosen, because=because)
+    return Chosen(chosen, because=because)

@@ -4,9 +4,9 @@ All facts come from a `System`: files, environment variables and programs. Tests
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from tunewell.machine.facts import DeviceFacts, cpu_flops, has_real_bf16
+from tunewell.machine.facts import DeviceFacts, apple_facts, cpu_facts, cpu_flops, main_memory
 from tunewell.machine.nvidia_smi import Gpu, SmiAnswer, gpu_users, query_gpus
 from tunewell.machine.system import System
 
@@ -36,7 +36,6 @@ class Machine:
     """Why the GPUs are not known, although there may be some."""
     torch: str | None = None
     """The installed version of torch, like `2.13.0+cpu`."""
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def has_cuda_torch(self) -> bool:
@@ -54,7 +53,7 @@ class Machine:
             share = _MPS_SHARE if self.cpu.memory_bytes > 32 << 30 else 2 / 3
             total = int(share * self.cpu.memory_bytes)
             free = min(total, self.cpu.free_bytes) if self.cpu.free_bytes is not None else total
-            return DeviceFacts("mps", "mps", "Apple GPU", total, free, has_bf16=False, has_flash=False)
+            return apple_facts(total, free)
         return self.cpu
 
 
@@ -66,10 +65,7 @@ def read_machine(system: System | None = None, *, asks_gpus: bool = True) -> Mac
     system = system or System()
     kernel = system.read("/proc/version").lower()
     is_mac = system.platform == "darwin"
-    total, free, container = _mac_memory(system) if is_mac else _memory(system)
-    label = _cpu_label(system, is_mac=is_mac)
-    has_bf16 = has_real_bf16(system.read("/proc/cpuinfo"))
-    cpu = DeviceFacts("cpu", "cpu", label, total, free, has_bf16=has_bf16, has_flash=False)
+    cpu = _mac_cpu(system) if is_mac else cpu_facts(system.read)
     answer = query_gpus(system) if asks_gpus else SmiAnswer("not asked")
     gpus, problem = _gpus(system, answer)
     cores, load = system.cores(), system.load()
@@ -82,7 +78,7 @@ def read_machine(system: System | None = None, *, asks_gpus: bool = True) -> Mac
         is_colab=system.variable("COLAB_RELEASE_TAG") is not None or system.variable("COLAB_GPU") is not None,
         is_kaggle=system.variable("KAGGLE_KERNEL_RUN_TYPE") is not None,
         is_mac=is_mac,
-        container_bytes=container,
+        container_bytes=None if is_mac else main_memory(system.read)[2],
         shared_memory_bytes=None if is_mac else system.free_disk("/dev/shm"),
         gpus=tuple(gpus),
         gpu_problem=problem,
@@ -90,46 +86,22 @@ def read_machine(system: System | None = None, *, asks_gpus: bool = True) -> Mac
     )
 
 
-def _cpu_label(system: System, *, is_mac: bool) -> str:
-    if is_mac:
-        return (_try(system, ["sysctl", "-n", "machdep.cpu.brand_string"]) or "Apple CPU").strip()
-    named = re.search(r"^model name\s*:\s*(\S.*)$", system.read("/proc/cpuinfo"), re.MULTILINE)
-    return named[1].strip() if named else "CPU"
-
-
-def _try(system: System, command: list[str]) -> str | None:
+def _output(system: System, *command: str) -> str:
+    """Return the output of a program, or an empty text if it does not exist or fails."""
     try:
-        return system.run(command, seconds=_PROGRAM_SECONDS)
+        return (system.run(command, seconds=_PROGRAM_SECONDS) or "").strip()
     except OSError:
-        return None
+        return ""
 
 
-def _mac_memory(system: System) -> tuple[int | None, int | None, None]:
-    total = (_try(system, ["sysctl", "-n", "hw.memsize"]) or "").strip()
-    pages = _try(system, ["vm_stat"]) or ""
+def _mac_cpu(system: System) -> DeviceFacts:
+    total, pages = _output(system, "sysctl", "-n", "hw.memsize"), _output(system, "vm_stat")
     size = re.search(r"page size of (\d+) bytes", pages)
     kinds = ("free", "inactive", "speculative", "purgeable")
     numbers = [re.search(rf"^Pages {kind}:\s*(\d+)\.", pages, re.MULTILINE) for kind in kinds]
     free = sum(int(number[1]) for number in numbers if number) * int(size[1]) if size else None
-    return int(total) if total.isdigit() else None, free, None
-
-
-def _memory(system: System) -> tuple[int | None, int | None, int | None]:
-    """Return total and available memory, and the container's limit if it is lower."""
-    lines = re.findall(r"^(\w+):\s*(\d+) kB$", system.read("/proc/meminfo"), re.MULTILINE)
-    known = {name: int(kib) * 1024 for name, kib in lines}
-    total, free = known.get("MemTotal"), known.get("MemAvailable")
-    for folder, limit_name, used_name, cache in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        limit = system.read(f"{folder}/{limit_name}").strip()
-        used = system.read(f"{folder}/{used_name}").strip()
-        if limit.isdigit() and used.isdigit() and total is not None and int(limit) < total:
-            found = re.search(rf"^{cache} (\d+)$", system.read(f"{folder}/memory.stat"), re.MULTILINE)
-            left = max(0, int(limit) - int(used) + (int(found[1]) if found else 0))
-            return int(limit), left if free is None else min(left, free), int(limit)
-    return total, free, None
+    label = _output(system, "sysctl", "-n", "machdep.cpu.brand_string") or "Apple CPU"
+    return DeviceFacts("cpu", "cpu", label, int(total) if total.isdigit() else None, free)
 
 
 def _gpus(system: System, answer: SmiAnswer) -> tuple[list[Gpu], str | None]:

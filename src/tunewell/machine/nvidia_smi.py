@@ -4,14 +4,13 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tunewell.machine.cards import match_card, parse_capability
-from tunewell.machine.facts import DeviceFacts
+from tunewell.machine.cards import match_card
+from tunewell.machine.facts import DeviceFacts, gpu_facts
 from tunewell.machine.system import System
 
-_QUERY = "index,name,memory.total,memory.free,compute_cap,driver_version,utilization.gpu"
+_QUERY = "index,name,memory.total,memory.free,compute_cap,driver_version"
 _SECONDS = 10.0
 """Without persistence mode, the driver is loaded first: 5 s were seen on machines with eight GPUs."""
-_AMPERE = (8, 0)
 
 SmiState = Literal["ok", "missing", "hangs", "fails", "unreadable", "not asked"]
 """How nvidia-smi answered."""
@@ -29,17 +28,13 @@ class Gpu:
     capability: tuple[int, int] | None
     """None if it is not reported and the card is not known."""
     index: int = 0
-    busy_share: float | None = None
     users: tuple[str, ...] = ()
     """Other processes that hold memory on it: `python (3.2 GiB)`."""
 
     def facts(self) -> DeviceFacts:
         """Return the facts as torch would report them."""
-        is_new = (self.capability or (0, 0)) >= _AMPERE
-        name = f"cuda:{self.index}"
-        return DeviceFacts(
-            "cuda", name, self.name, self.memory_bytes, self.free_bytes, has_bf16=is_new, has_flash=is_new
-        )
+        capability = self.capability or (0, 0)
+        return gpu_facts(f"cuda:{self.index}", self.name, self.memory_bytes, self.free_bytes, capability=capability)
 
 
 @dataclass(frozen=True)
@@ -60,11 +55,10 @@ class SmiAnswer:
         }.get(self.state)
 
 
-def query_gpus(system: System, *, seconds: float | None = None) -> SmiAnswer:
+def query_gpus(system: System) -> SmiAnswer:
     """Ask nvidia-smi for the GPUs of the machine, those that CUDA_VISIBLE_DEVICES hides included."""
-    seconds = seconds or _SECONDS
     try:
-        text = system.run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], seconds=seconds)
+        text = system.run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], seconds=_SECONDS)
     except TimeoutError as error:
         return SmiAnswer("hangs", str(error))
     except OSError as error:
@@ -79,17 +73,15 @@ def parse_gpus(text: str) -> SmiAnswer:
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) < 6 or not cells[0].isdigit() or not re.match(r"\d+\.", cells[5]):
             return SmiAnswer("unreadable", line[:120])
-        index, name, total, free, capability, driver, *busy = cells
-        card = match_card(name)
-        known = parse_capability(capability) if re.fullmatch(r"\d+\.\d+", capability) else None
+        index, name, total, free, capability, driver, *_ = cells
+        card, known = match_card(name), re.fullmatch(r"(\d+)\.(\d+)", capability)
         gpu = Gpu(
             name=name,
             driver=driver,
             memory_bytes=int(total) << 20 if total.isdigit() else 0,
             free_bytes=int(free) << 20 if free.isdigit() else 0,
-            capability=known or (card.capability if card else None),
+            capability=(int(known[1]), int(known[2])) if known else card.capability if card else None,
             index=int(index),
-            busy_share=float(busy[0]) / 100 if busy and busy[0].isdigit() else None,
         )
         if gpu.free_bytes > gpu.memory_bytes:
             return SmiAnswer("unreadable", line[:120])

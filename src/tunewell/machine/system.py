@@ -4,11 +4,10 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from contextlib import suppress
 
 from tunewell.core.child import run
-from tunewell.machine.facts import usable_cores
+from tunewell.machine.facts import installed_versions, load_average, read_system_file, usable_cores
 
 _WSL_PROGRAMS = "/usr/lib/wsl/lib/"
 """Where WSL has nvidia-smi; the folder is not on every PATH."""
@@ -21,10 +20,7 @@ class System:
 
     def read(self, path: str) -> str:
         """Return the text of a file, or an empty text if it does not exist."""
-        try:
-            return Path(path).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
+        return read_system_file(path)
 
     def variable(self, name: str) -> str | None:
         """Return an environment variable."""
@@ -45,24 +41,17 @@ class System:
 
     def free_disk(self, path: str) -> int | None:
         """Return the free bytes of the file system of a path, or None if it does not exist."""
-        try:
+        with suppress(OSError):
             return shutil.disk_usage(path).free
-        except OSError:
-            return None
 
     def total_disk(self, path: str) -> int | None:
         """Return the size of the file system of a path, or None if it does not exist."""
-        try:
+        with suppress(OSError):
             return shutil.disk_usage(path).total
-        except OSError:
-            return None
 
     def installed(self, package: str) -> str | None:
         """Return the version of an installed package, or None."""
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
+        return installed_versions([package]).get(package)
 
     def cores(self) -> int:
         """Return the number of usable cores."""
@@ -70,4 +59,4 @@ class System:
 
     def load(self) -> float | None:
         """Return the load average of the last minute, or None on Windows."""
-        return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        return load_average()

@@ -185,13 +185,18 @@ def adapter_layers(model: nn.Module) -> dict[str, AdapterLayer]:
 
 @contextmanager
 def weights_cast(model: PreTrainedModel) -> Iterator[None]:
-    """Cache the adapters' weights in the model's dtype inside a `with` block, and dequantised weights if they fit."""
+    """Cache the adapters' weights in the model's dtype inside a `with` block, and dequantised weights.
+
+    Those are cached if they take at most half of the free memory.
+    """
     layers = adapter_layers(model).values()
     quantized: list[Any] = [module for module in model.modules() if getattr(module, "is_matrix", False)]
     for layer in layers:
         layer.cast(compute_dtype(model))
-    if quantized and _fits(sum(layer.in_features * layer.out_features for layer in quantized), model):
-        for layer in quantized:
+    if quantized:
+        num_bytes = sum(layer.in_features * layer.out_features for layer in quantized) * compute_dtype(model).itemsize
+        free = probe_device(str(model.device)).free_bytes
+        for layer in quantized if free is not None and 2 * num_bytes <= free else ():
             layer.cached = layer.weight
     try:
         yield
@@ -200,12 +205,6 @@ def weights_cast(model: PreTrainedModel) -> Iterator[None]:
             layer.cast(None)
         for layer in quantized:
             layer.cached = None
-
-
-def _fits(num_weights: int, model: PreTrainedModel) -> bool:
-    """Return whether weights in the model's dtype take at most half of the free memory of its device."""
-    free = probe_device(str(model.device)).free_bytes
-    return free is not None and 2 * num_weights * compute_dtype(model).itemsize <= free
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

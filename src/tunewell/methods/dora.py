@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunewell.methods.lora import Lora, LoraLinear
+from tunewell.methods.lora import Lora, LoraLinear, low_rank_grads
 
 
 class DoraLinear(LoraLinear):
@@ -141,11 +141,8 @@ class _Magnitude(torch.autograd.Function):
         dots_N = torch.linalg.vecdot(dy_TN.T, scaled_TN.T).float()
         dfactors_N = torch.where(factors_N == 0, 0, dots_N / factors_N)
         du_TN = torch.mul(dy_TN, factors_N, out=torch.empty_like(dy_TN))
-        zero = x_TK.new_zeros(())
-        dxa_TR = torch.addmm(zero, du_TN, b_NR, beta=0, alpha=ctx.scale)
-        db_NR = torch.addmm(zero, xa_TR.T, du_TN, beta=0, alpha=ctx.scale).T
-        dx_TK = (du_TN @ ctx.base.weight).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
-        return dx_TK, None, None, dfactors_N, dxa_TR.T @ x_TK, db_NR
+        dx_TK, da_RK, db_NR = low_rank_grads(ctx, du_TN, x_TK, xa_TR, a_RK, b_NR)
+        return dx_TK, None, None, dfactors_N, da_RK, db_NR
 
 
 def _row_norms(weight_NK: Tensor) -> Tensor:

@@ -34,12 +34,11 @@ class Full(Method):
         has_new_tokens: bool = False,
     ) -> Self:
         """Make every parameter, or those of some decoder layers, trainable in the dtype in which it was loaded."""
-        if settings.layers == "all":
-            model.requires_grad_(True)
-            return cls(model, [])
-        require_layers([name for name, _ in model.named_parameters()], settings.layers)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(layer_index(name) in settings.layers)
+        parameters, layers = dict(model.named_parameters()), settings.layers
+        if layers != "all":
+            require_layers(parameters, layers)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(layers == "all" or layer_index(name) in layers)
         return cls(model, [])
 
     @classmethod

@@ -1,5 +1,6 @@
 """LoRA: low-rank adapters for frozen linear layers, and fully fine-tuned modules (`modules_to_save`)."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -14,7 +15,6 @@ from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.methods.base import AdapterLayer, AdapterMethod, MethodFiles, trainable_parameters
 from tunewell.methods.peft_format import (
-    AdapterSpec,
     Selection,
     adapter_config,
     is_within,
@@ -23,21 +23,19 @@ from tunewell.methods.peft_format import (
     match_parameters,
     match_targets,
     peft_name,
-    peft_targets,
     require_supported_settings,
-    saved_embeddings,
+    saved_tables,
     suggest_names,
     text_part_name,
     tied_names,
 )
 from tunewell.methods.targets import (
-    add_tied,
-    drop_nested,
     expert_notes,
     last_names,
     linear_layers,
     select_layers,
     with_embeddings,
+    with_tied,
 )
 from tunewell.models.fp32_modules import use_fp32_weights
 from tunewell.models.shared import own_trainable
@@ -52,10 +50,25 @@ class Lora(AdapterMethod):
     layer_class: ClassVar[type["LoraLinear"]]
     is_dora: ClassVar = False
 
-    def __init__(self, model: PreTrainedModel, notes: list[str], spec: AdapterSpec) -> None:
-        super().__init__(model, notes)
-        self.spec = spec
+    def __init__(self, model: PreTrainedModel, selection: Selection, text_prefix: str, sizes: dict[str, Any]) -> None:
+        """Freeze a model, and put low-rank matrices of these sizes, by PEFT's names, around the selected layers."""
+        super().__init__(model, [])
+        self.config = adapter_config(model, selection, text_prefix) | sizes | {"use_dora": self.is_dora}
+        """PEFT's `adapter_config.json`, without the name of the base model."""
+        rank, alpha, dropout = sizes["r"], sizes["lora_alpha"], sizes["lora_dropout"]
+        if "target_parameters" in self.config:
+            self.config["lora_dropout"] = 0.0  # PEFT rejects both together; it matters only for further training
+        self._full_modules, self._text_prefix = selection.full_modules, text_prefix
         self._initial: dict[str, Tensor] = {}
+        model.requires_grad_(False)
+        for name in selection.linears:
+            base: Any = model.get_submodule(name)
+            scale = alpha / (rank**0.5 if sizes["use_rslora"] else rank)
+            layer = self.layer_class(base, rank=rank, scale=scale, dropout=dropout)
+            layer.train(base.training)
+            model.set_submodule(name, layer)
+        for name in selection.full_modules:
+            _train_in_full(model, name)
 
     @classmethod
     def load_dtype(cls, precision: torch.dtype) -> torch.dtype:
@@ -80,15 +93,14 @@ class Lora(AdapterMethod):
         """Freeze a model and add new low-rank matrices to its linear layers."""
         if has_new_tokens:
             settings = with_embeddings(settings, model)
-        selection = select_layers(model, settings)
+        sizes = {"r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
         notes = expert_notes(model, settings)
-        sizes = settings.model_dump(include={"rank", "alpha", "dropout", "rslora"})
-        spec = cls._wrap_layers(model, selection, text_prefix, **sizes)
+        method = cls(model, select_layers(model, settings), text_prefix, sizes | {"use_rslora": settings.rslora})
+        method.notes += notes
         generator = torch.Generator().manual_seed(seed)
         for module in model.modules():
             if isinstance(module, LoraLinear):
                 module.reset_parameters(generator)
-        method = cls(model, notes, spec)
         method._keep_initial()
         return method
 
@@ -105,24 +117,20 @@ class Lora(AdapterMethod):
 
         With `settings`, the adapter goes on being trained: they must select its layers.
         """
-        config, where = read_adapter_config(folder), str(folder / ADAPTER_WEIGHTS)
-        require_supported_settings(config, folder / ADAPTER_CONFIG)
+        config, where, config_path = read_adapter_config(folder), str(folder / ADAPTER_WEIGHTS), folder / ADAPTER_CONFIG
+        require_supported_settings(config, config_path)
         tensors = {text_part_name(name): tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
-        _require_same_vocabulary(model, tensors, where=where)
-        _require_tied(model, tensors, is_tied=bool(config.get("ensure_weight_tying")), where=where)
-        selection = _saved_selection(model, config, tensors, where=str(folder / ADAPTER_CONFIG))
+        _require_same_tables(model, tensors, is_tied=bool(config.get("ensure_weight_tying")), where=where)
+        selection = _saved_selection(model, config, tensors, where=str(config_path))
         if settings is not None:
-            _require_same_layers(model, settings, selection, where=str(folder / ADAPTER_CONFIG))
-        spec = cls._wrap_layers(
-            model,
-            selection,
-            text_prefix,
-            rank=config["r"],
-            alpha=config["lora_alpha"],
-            dropout=config.get("lora_dropout", 0.0) if settings is None else settings.dropout,
-            rslora=bool(config.get("use_rslora")),
-        )
-        method = cls(model, [], spec)
+            _require_same_layers(model, settings, selection, where=str(config_path))
+        sizes = {
+            "r": config["r"],
+            "lora_alpha": config["lora_alpha"],
+            "lora_dropout": config.get("lora_dropout", 0.0) if settings is None else settings.dropout,
+            "use_rslora": bool(config.get("use_rslora")),
+        }
+        method = cls(model, selection, text_prefix, sizes)
         method._copy_in(tensors, where=where)
         if settings is not None:
             method._keep_initial()
@@ -131,11 +139,13 @@ class Lora(AdapterMethod):
     @property
     def has_base(self) -> bool:
         """Whether only low-rank matrices were trained. Disabling the adapter does not restore `modules_to_save`."""
-        return not self.spec.modules_to_save
+        return not self.config["modules_to_save"]
 
     def files(self, base_model: str | None) -> MethodFiles:
         """Return the adapter in PEFT's format."""
-        return MethodFiles({ADAPTER_WEIGHTS: self.tensors()}, {ADAPTER_CONFIG: adapter_config(self.spec, base_model)})
+        config = self.config | {"base_model_name_or_path": base_model}
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        return MethodFiles({ADAPTER_WEIGHTS: self.tensors()}, {ADAPTER_CONFIG: text})
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy the tensors of a checkpoint into the adapter."""
@@ -152,31 +162,16 @@ class Lora(AdapterMethod):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the adapter's tensors by PEFT's names. A tied head and embedding are both listed, as in PEFT."""
-        prefix = self.spec.text_prefix
         tensors = {
-            peft_name(name, prefix): parameter.detach()
+            peft_name(name, self._text_prefix): parameter.detach()
             for name, parameter in self.model.named_parameters()
-            if name.endswith(_TRAINED) or is_within(name, self.spec.full_modules)
+            if name.endswith(_TRAINED) or is_within(name, self._full_modules)
         }
-        tied = [peft_name(f"{name}.weight", prefix) for name in tied_names(self.model)]
+        tied = [peft_name(f"{name}.weight", self._text_prefix) for name in tied_names(self.model)]
         for tensor in [tensors[name] for name in tied if name in tensors]:
             for name in tied:
                 tensors.setdefault(name, tensor.clone())
         return tensors
-
-    @classmethod
-    def _wrap_layers(cls, model: PreTrainedModel, selection: Selection, text_prefix: str, **sizes: Any) -> AdapterSpec:
-        targets = peft_targets(model, selection, text_prefix)
-        spec = AdapterSpec(**sizes, is_tied=bool(tied_names(model)), is_dora=cls.is_dora, **targets)
-        model.requires_grad_(False)
-        for name in selection.linears:
-            base: Any = model.get_submodule(name)
-            layer = cls.layer_class(base, rank=spec.rank, scale=spec.scale, dropout=spec.dropout)
-            layer.train(base.training)
-            model.set_submodule(name, layer)
-        for name in selection.full_modules:
-            _train_in_full(model, name)
-        return spec
 
     @torch.no_grad()
     def _copy_in(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
@@ -214,8 +209,7 @@ def _saved_selection(
     full_names = tuple(config.get("modules_to_save") or ())
     names = [name for name, _ in model.named_modules() if name]
     # PEFT also saves the embedding and the head of a resized vocabulary, which its config does not list.
-    saved = (*match_full_modules(names, full_names, tensors), *saved_embeddings(model, tensors))
-    full_modules = add_tied(model, drop_nested(saved))
+    full_modules = with_tied(model, (*match_full_modules(names, full_names, tensors), *saved_tables(model, tensors)))
     return Selection(
         linears=tuple(dict.fromkeys(name for name in selected if not is_within(name, full_modules))),
         full_modules=full_modules,
@@ -243,31 +237,27 @@ def _require_same_layers(model: PreTrainedModel, settings: MethodSettings, saved
         )
 
 
-def _require_same_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, where: str) -> None:
-    """Raise UserError if the adapter's embedding or head has more or fewer tokens than the model's."""
+def _require_same_tables(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, is_tied: bool, where: str) -> None:
+    """Raise UserError if the adapter's embedding or head has other tokens, or if both differ but the model ties them.
+
+    `is_tied` is whether the adapter stores one of them for both.
+    """
+    names = saved_tables(model, tensors)
+    tables = [tensors[peft_name(f"{name}.weight")] for name in names]
     embedding: Any = model.get_input_embeddings()
-    num_tokens = embedding.weight.shape[0]
-    tables = (embedding, model.get_output_embeddings())
-    names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
-    for name in names:
-        table = tensors.get(peft_name(f"{name}.weight"))
-        if table is not None and table.shape[0] != num_tokens:
+    num_tokens = len(embedding.weight)
+    for name, table in zip(names, tables, strict=True):
+        if len(table) != num_tokens:
             raise UserError(
-                f"the adapter does not fit this model: its `{name}` has {table.shape[0]:,} tokens, the model has "
+                f"the adapter does not fit this model: its `{name}` has {len(table):,} tokens, the model has "
                 f"{num_tokens:,}",
                 where=where,
                 fix="tokens were added for the adapter: put the tokenizer with which it was trained into its folder, "
                 "or use a base model with as many tokens",
             )
-
-
-def _require_tied(model: PreTrainedModel, tensors: dict[str, Tensor], *, is_tied: bool, where: str) -> None:
-    """Raise UserError if an adapter has different weights for tied embeddings (head and embedding)."""
-    tables = [table for name in tied_names(model) if (table := tensors.get(peft_name(f"{name}.weight"))) is not None]
-    if not tables or (len(tables) == 1 and is_tied):
+    if not tables or not tied_names(model) or (len(tables) == 1 and is_tied):
         return
-    shared: Any = model.get_input_embeddings().weight
-    other = tables[1] if len(tables) == 2 else shared.detach().cpu().to(tables[0].dtype)
+    other = tables[1] if len(tables) == 2 else embedding.weight.detach().cpu().to(tables[0].dtype)
     if not torch.equal(tables[0], other):
         raise UserError(
             "the adapter has different weights for the head and the embedding, but this model ties the two",
@@ -400,11 +390,17 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        [dy_TN] = grads
-        x_TK, xa_TR, a_RK, b_NR = ctx.saved_tensors
-        zero = x_TK.new_zeros(())
-        dxa_TR = torch.addmm(zero, dy_TN, b_NR, beta=0, alpha=ctx.scale)
-        # Transposed, because a product with so few columns is two to five times slower than one with so few rows.
-        db_NR = torch.addmm(zero, xa_TR.T, dy_TN, beta=0, alpha=ctx.scale).T
-        dx_TK = (dy_TN @ ctx.base.weight).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
-        return dx_TK, None, None, dxa_TR.T @ x_TK, db_NR
+        dx_TK, da_RK, db_NR = low_rank_grads(ctx, grads[0], *ctx.saved_tensors)
+        return dx_TK, None, None, da_RK, db_NR
+
+
+def low_rank_grads(
+    ctx: Any, dy_TN: Tensor, x_TK: Tensor, xa_TR: Tensor, a_RK: Tensor, b_NR: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of x, A and B in y = W x + scale * B A x."""
+    zero = x_TK.new_zeros(())
+    dxa_TR = torch.addmm(zero, dy_TN, b_NR, beta=0, alpha=ctx.scale)
+    # Transposed, because a product with so few columns is two to five times slower than one with so few rows.
+    db_NR = torch.addmm(zero, xa_TR.T, dy_TN, beta=0, alpha=ctx.scale).T
+    dx_TK = (dy_TN @ ctx.base.weight).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
+    return dx_TK, dxa_TR.T @ x_TK, db_NR

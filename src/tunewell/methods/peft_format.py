@@ -1,6 +1,5 @@
 """PEFT's adapter format: `adapter_config.json`, the layers that it selects, and the tensor names."""
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,58 +10,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.models.support import TEXT_PREFIX
 
 _PREFIX, _MODEL = "base_model.model.", "model."
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 _EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """In a model with stacked experts, PEFT treats layers with these names as experts."""
-_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "bias": ("none", None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "trainable_token_indices": (None,),
-    "exclude_modules": (None,),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
-    "use_qalora": (False, None),
-    "use_bdlora": (None, False),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    # Other values change the base weights when the adapter is loaded: PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
-"""PEFT settings that change an adapter's output, with the values that our LoRA supports."""
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """The settings of a LoRA adapter, as stored in `adapter_config.json`."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    rslora: bool
-    targets: tuple[str, ...]
-    """Last names of the adapted linear layers, or full paths if the names would also match other layers."""
-    layers: tuple[int, ...] | None
-    modules_to_save: tuple[str, ...]
-    is_tied: bool = False
-    is_dora: bool = False
-    parameters: tuple[str, ...] = ()
-    """Paths of weights of linear layers that PEFT would treat as experts if they were listed as targets."""
-    full_modules: tuple[str, ...] = ()
-    """Paths of the fully fine-tuned modules in the trained model."""
-    text_prefix: str = ""
-    """Path of the text part within a multimodal model loaded by `AutoModelForCausalLM`; otherwise empty."""
-
-    @property
-    def scale(self) -> float:
-        """The factor of the adapter's output."""
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+_PEFT = parse_json(Path(__file__).with_name("peft.json").read_bytes())
+"""`supported`: PEFT settings that change an adapter's output, with the values that our LoRA supports; the first is
+the default. Other values of `init_lora_weights` (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the base weights when the
+adapter is loaded. `written`: settings with the same value in every adapter of ours."""
 
 
 @dataclass(frozen=True)
@@ -78,35 +36,9 @@ class Selection:
     """The names that selected `full_modules`."""
 
 
-def adapter_config(spec: AdapterSpec, base_model: str | None) -> str:
-    """Return the text of PEFT's `adapter_config.json`."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
-        # PEFT rejects dropout together with `target_parameters`. The value matters only for further training.
-        "lora_dropout": 0.0 if spec.parameters else spec.dropout,
-        "use_rslora": spec.rslora,
-        "use_dora": spec.is_dora,
-        "target_modules": sorted(spec.targets),
-        "layers_to_transform": None if spec.layers is None else list(spec.layers),
-        "modules_to_save": list(spec.modules_to_save) or None,
-        "ensure_weight_tying": spec.is_tied and bool(spec.modules_to_save),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-    }
-    if spec.parameters:
-        config["target_parameters"] = sorted(spec.parameters)
-    return json.dumps(config, indent=2, sort_keys=True) + "\n"
-
-
 def require_supported_settings(config: dict[str, Any], path: Path) -> None:
     """Raise UserError if an adapter uses a PEFT setting that our LoRA does not support."""
-    for key, supported in _SUPPORTED_VALUES.items():
+    for key, supported in _PEFT["supported"].items():
         if config.get(key, supported[0]) not in supported:
             raise UserError(
                 f"the adapter uses `{key}: {config[key]}`, which tunewell does not support",
@@ -115,24 +47,28 @@ def require_supported_settings(config: dict[str, Any], path: Path) -> None:
             )
 
 
-def peft_targets(model: nn.Module, selection: Selection, text_prefix: str) -> dict[str, Any]:
-    """Return target settings that make PEFT select exactly these layers, as `AdapterSpec` fields."""
+def adapter_config(model: PreTrainedModel, selection: Selection, text_prefix: str) -> dict[str, Any]:
+    """Return settings for `adapter_config.json` that make PEFT select exactly these layers."""
     names = [name for name, _ in model.named_modules() if name]
     has_experts = bool(stacked_experts(model))
+    # PEFT would treat these linear layers as experts if they were listed as targets.
     as_parameters = [name for name in selection.linears if has_experts and last_name(name) in _EXPERT_NAMES]
     plain = [name for name in selection.linears if name not in as_parameters]
-    targets = tuple(target for target in selection.linear_names if any(is_named(name, target) for name in plain))
+    targets = [target for target in selection.linear_names if any(is_named(name, target) for name in plain)]
+    layers = selection.layers
     matched = [name for name in names if any(is_named(name, target) for target in targets)]
-    matched = [name for name in matched if selection.layers is None or layer_index(name) in selection.layers]
+    matched = [name for name in matched if layers is None or layer_index(name) in layers]
     adapted = {name for name in matched if not is_within(name, selection.full_modules)}
     is_exact = not text_prefix and adapted == set(plain)
+    full = _modules_to_save(names, selection, text_prefix)
+    parameters = sorted(f"{multimodal_path(name, text_prefix)}.weight" for name in as_parameters)
     return {
-        "targets": targets if is_exact else tuple(multimodal_path(name, text_prefix) for name in plain),
-        "layers": selection.layers if is_exact else None,
-        "parameters": tuple(f"{multimodal_path(name, text_prefix)}.weight" for name in as_parameters),
-        "modules_to_save": _modules_to_save(names, selection, text_prefix),
-        "full_modules": selection.full_modules,
-        "text_prefix": text_prefix,
+        **_PEFT["written"],
+        "target_modules": sorted(targets if is_exact else (multimodal_path(name, text_prefix) for name in plain)),
+        "layers_to_transform": list(layers) if is_exact and layers is not None else None,
+        "modules_to_save": list(full) or None,
+        "ensure_weight_tying": bool(full and tied_names(model)),
+        **({"target_parameters": parameters} if parameters else {}),
     }
 
 
@@ -164,7 +100,7 @@ def match_targets(names: Iterable[str], targets: str | Sequence[str]) -> tuple[s
         return tuple(names)
     if isinstance(targets, str):
         return tuple(name for name in names if any(re.fullmatch(targets, path) for path in _paths(name)))
-    return tuple(name for name in names if any(is_named(path, end) for path in _paths(name) for end in targets))
+    return tuple(name for name in names if _is_selected(name, targets))
 
 
 def match_full_modules(names: Iterable[str], suffixes: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
@@ -176,13 +112,14 @@ def match_full_modules(names: Iterable[str], suffixes: Sequence[str], tensors: C
     found = []
     for name in names:
         matched = [suffix for suffix in suffixes if any(path.endswith(suffix) for path in _paths(name))]
-        is_exact = any(is_named(path, suffix) for suffix in matched for path in _paths(name))
-        if is_exact or (matched and any(tensor.startswith(f"{_PREFIX}{name}.") for tensor in tensors)):
+        if _is_selected(name, matched) or (
+            matched and any(tensor.startswith(f"{_PREFIX}{name}.") for tensor in tensors)
+        ):
             found.append(name)
     return tuple(found)
 
 
-def saved_embeddings(model: PreTrainedModel, tensors: Collection[str]) -> tuple[str, ...]:
+def saved_tables(model: PreTrainedModel, tensors: Collection[str]) -> tuple[str, ...]:
     """Return the paths of the embedding and the head if they are in an adapter file."""
     return tuple(name for name in table_names(model) if f"{_PREFIX}{name}.weight" in tensors)
 
@@ -219,6 +156,10 @@ def multimodal_path(name: str, text_prefix: str) -> str:
 def _paths(name: str) -> tuple[str, str]:
     """Return the path of a module in the text part and in the multimodal model."""
     return name, multimodal_path(name, TEXT_PREFIX)
+
+
+def _is_selected(name: str, targets: Iterable[str]) -> bool:
+    return any(is_named(path, target) for path in _paths(name) for target in targets)
 
 
 def is_named(path: str, name: str) -> bool:

@@ -56,7 +56,7 @@ def select_layers(model: PreTrainedModel, settings: MethodSettings) -> Selection
 
 def _full_modules(model: PreTrainedModel, settings: MethodSettings) -> tuple[str, ...]:
     names = [name for name, _ in model.named_modules() if name]
-    modules = add_tied(model, drop_nested(_match(names, settings.modules_to_save, "module")))
+    modules = with_tied(model, _match(names, settings.modules_to_save, "module"))
     for name in modules:
         parts = model.get_submodule(name).named_modules(prefix=name)
         if quantized := [path for path, part in parts if getattr(part, "is_matrix", False)]:
@@ -110,15 +110,11 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
-def drop_nested(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Remove modules that are inside other modules, because they are trained with them."""
-    return tuple(name for name in modules if not is_within(name, (other for other in modules if other != name)))
-
-
-def add_tied(model: PreTrainedModel, modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Add the tied embedding and head if `modules` includes one of them."""
+def with_tied(model: PreTrainedModel, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return modules without those inside others of them, and with both tied tables if they include one."""
+    outer = tuple(name for name in modules if not is_within(name, (other for other in modules if other != name)))
     tied = tied_names(model)
-    return tuple(dict.fromkeys([*modules, *tied])) if set(tied) & set(modules) else modules
+    return tuple(dict.fromkeys([*outer, *tied])) if set(tied) & set(outer) else outer
 
 
 def last_names(paths: Iterable[str]) -> list[str]:

@@ -2,11 +2,12 @@
 
 import difflib
 import re
-import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
+
+from tunewell.core.files import read_data
 
 _SIMILAR = 0.7
 """Least similarity of two names, from 0 to 1."""
@@ -20,7 +21,7 @@ class CatalogueModel:
     license: str
     kind: str
     good_for: str
-    languages: tuple[str, ...]
+    languages: Sequence[str]
     num_languages: int
     context: int
     config: dict[str, Any]
@@ -46,15 +47,8 @@ class CatalogueModel:
 @cache
 def catalogue() -> tuple[CatalogueModel, ...]:
     """Return the models in the order in which they are recommended."""
-    text = files("tunewell.core").joinpath("catalogue.toml").read_text(encoding="utf-8")
-    return tuple(
-        CatalogueModel(
-            **{key: value for key, value in entry.items() if key not in ("languages", "gated")},
-            languages=tuple(entry["languages"]),
-            is_gated=entry.get("gated", False),
-        )
-        for entry in tomllib.loads(text)["model"]
-    )
+    entries = read_data(__file__, "catalogue.toml")["model"]
+    return tuple(CatalogueModel(**entry | {"languages": entry["languages"].split()}) for entry in entries)
 
 
 def find_in_catalogue(name: str) -> CatalogueModel | None:

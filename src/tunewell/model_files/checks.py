@@ -2,7 +2,6 @@
 
 import math
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +11,10 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, parse_json, read_bytes
 from tunewell.model_files.files import HUB_ID, WEIGHT_SUFFIXES
 from tunewell.model_files.gguf import read_tensor_table
+from tunewell.model_files.weights import header_size, tensor_shapes
 
 _LFS = b"version https://git-lfs"
-_MAX_HEADER = 100 << 20
-"""The limit of the safetensors library."""
 _MAX_FILES = 500
-_HUB_SECONDS = 3
 
 
 @dataclass(frozen=True)
@@ -46,23 +43,6 @@ def hub_cache() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def hub_problem() -> str | None:
-    """Return why the hub cannot be reached, or None if it can. A proxy is trusted."""
-    import socket  # not needed in the fast part, whose imports count
-    import urllib.parse
-    import urllib.request
-
-    address = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if urllib.request.getproxies():
-        return None
-    try:
-        port = address.port or (80 if address.scheme == "http" else 443)
-        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
-    except (OSError, ValueError) as error:
-        return f"{address.hostname} cannot be reached ({getattr(error, 'strerror', None) or error})"
-    return None
-
-
 def read_models(configured: str | None, *, base: Path | None = None, is_fast: bool = False) -> list[ModelState]:
     """Return the state of the configured model and, unless `is_fast`, of every model in the hub cache."""
     models: list[ModelState] = []
@@ -78,12 +58,10 @@ def read_models(configured: str | None, *, base: Path | None = None, is_fast: bo
 
 def _configured(name: str, base: Path, *, is_fast: bool) -> ModelState:
     path = (base / Path(name).expanduser()).absolute()
-    if path.is_file():
-        damage = [(path.name, problem)] if (problem := weight_problem(path, is_fast=is_fast)) else []
-        return _with_size(ModelState(name, str(path), True, "file", damage), is_fast=is_fast)
-    if path.is_dir():
+    if path.exists():
         damage = list(folder_damage(path, is_fast=is_fast))
-        return _with_size(ModelState(name, str(path), True, "folder", damage), is_fast=is_fast)
+        origin = "folder" if path.is_dir() else "file"
+        return _with_size(ModelState(name, str(path), True, origin, damage), is_fast=is_fast)
     if not HUB_ID.fullmatch(name) or name.startswith("."):
         return ModelState(name, None, True, "other")
     return _cached(name, hub_cache() / f"models--{name.replace('/', '--')}", is_configured=True)
@@ -91,15 +69,20 @@ def _configured(name: str, base: Path, *, is_fast: bool) -> ModelState:
 
 def _cached(name: str, folder: Path, *, is_configured: bool) -> ModelState:
     """Return the state of a model in the hub cache: its newest snapshot, and downloads that broke off."""
-    snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
-    if not snapshots:
+    newest = newest_snapshot(folder)
+    if newest is None:
         return ModelState(name, None, is_configured, "hub")
-    newest = max(snapshots, key=lambda path: path.stat().st_mtime)
     damage = list(folder_damage(newest))
     damage += [
         (path.name[:12] + "...", "is an unfinished download") for path in (folder / "blobs").glob("*.incomplete")
     ]
     return _with_size(ModelState(name, str(newest), is_configured, "hub", damage))
+
+
+def newest_snapshot(folder: Path) -> Path | None:
+    """Return the newest snapshot in a folder of the hub cache, or None."""
+    snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _with_size(model: ModelState, *, is_fast: bool = False) -> ModelState:
@@ -108,8 +91,7 @@ def _with_size(model: ModelState, *, is_fast: bool = False) -> ModelState:
         return model
     path = Path(model.path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    config: Any = _json(path / "config.json") if path.is_dir() else None
-    kind: Any = cast(dict[str, Any], config).get("model_type") if isinstance(config, dict) else None
+    kind = read_json_object(path / "config.json").get("model_type")
     return replace(model, num_parameters=sum(map(_num_elements, files)) or None, model_type=kind)
 
 
@@ -117,44 +99,39 @@ def _num_elements(path: Path) -> int:
     try:
         if path.suffix == ".gguf":
             return sum(math.prod(entry.shape) for entry in read_tensor_table(path))
-        with open_file(path) as file:
-            entries: Any = parse_json(file.read(_header_size(file.read(8))))
-        return sum(math.prod(entry["shape"]) for name, entry in entries.items() if name != "__metadata__")
-    except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError):
+        return sum(map(math.prod, tensor_shapes(path).values()))
+    except (OSError, UserError, ValueError):
         return 0
 
 
-def _json(path: Path) -> Any:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if the file is missing or damaged."""
     try:
-        return parse_json(read_bytes(path))
+        value: object = parse_json(read_bytes(path))
     except (OSError, ValueError):
-        return None
+        return {}
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def folder_damage(folder: Path, *, is_fast: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the damaged or missing weight files of a model folder, each with its problem."""
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in {*WEIGHT_SUFFIXES, ".gguf"}]
+    """Yield the damaged or missing weight files of a model folder, or a damaged file, each with its problem."""
+    files = [folder]
+    if folder.is_dir():
+        files = [path for path in sorted(folder.iterdir()) if path.suffix in {*WEIGHT_SUFFIXES, ".gguf"}]
     for path in files[:_MAX_FILES]:
         if problem := weight_problem(path, is_fast=is_fast):
             yield path.name, problem
     for index in folder.glob("*.safetensors.index.json"):
-        names = _indexed(index)
-        if names is None:
+        parts = read_json_object(index).get("weight_map")
+        if not isinstance(parts, dict):
             yield index.name, _text_problem(index) or "is not JSON"
-        for name in sorted(names or ()):
+            continue
+        for name in sorted({*map(str, cast(dict[str, object], parts).values())}):
             if not (folder / name).exists():
                 yield name, "is missing, although the index lists it"
     small = folder / "tokenizer.json"
     if small.is_file() and (problem := _text_problem(small)):
         yield small.name, problem
-
-
-def _indexed(index: Path) -> set[str] | None:
-    try:
-        value: Any = parse_json(read_bytes(index))
-        return set(value["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def weight_problem(path: Path, *, is_fast: bool = False) -> str | None:
@@ -170,7 +147,7 @@ def weight_problem(path: Path, *, is_fast: bool = False) -> str | None:
                 return problem
             if path.suffix == ".safetensors":
                 file.seek(8)
-                return _safetensors_problem(head, size, file.read(_header_size(head)))
+                return _safetensors_problem(head, size, file.read(header_size(head)))
         return _gguf_problem(path, size) if path.suffix == ".gguf" and not is_fast else None
     except FileNotFoundError:
         return "is a link to a file that does not exist"
@@ -196,13 +173,8 @@ def _head_problem(head: bytes) -> str | None:
     return None
 
 
-def _header_size(head: bytes) -> int:
-    size = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
-    return size if size <= _MAX_HEADER else 0
-
-
 def _safetensors_problem(head: bytes, size: int, header: bytes) -> str | None:
-    length = _header_size(head)
+    length = header_size(head)
     if not length:
         return "is not a safetensors file: its header is damaged"
     if len(header) < length:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import socket
 import urllib.parse
@@ -240,20 +241,23 @@ def _on_hub(repository: str) -> ModelFiles:
 
 def hub_is_out_of_reach() -> str | None:
     """Return why the hub cannot be reached, or None if it can. Much faster than the hub library, which retries."""
-    from urllib.request import getproxies  # imports `http` and `ssl`, which local models do not need
-
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return "offline mode is on (HF_HUB_OFFLINE)"
+    return "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else hub_problem(constants.ENDPOINT)
+
+
+def hub_problem(endpoint: str | None = None) -> str | None:
+    """Return why the hub cannot be reached, or None if it can. A proxy is trusted."""
+    from urllib.request import getproxies  # imports `http` and `ssl`, which local models do not need
+
     if getproxies():
         return None
-    address = urllib.parse.urlsplit(constants.ENDPOINT)
-    port = address.port or (80 if address.scheme == "http" else 443)
+    address = urllib.parse.urlsplit(endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     try:
+        port = address.port or (80 if address.scheme == "http" else 443)
         socket.create_connection((address.hostname or "", port), timeout=_REACH_SECONDS).close()
-    except OSError as error:
-        return f"{address.hostname} cannot be reached ({error.strerror or error})"
+    except (OSError, ValueError) as error:
+        return f"{address.hostname} cannot be reached ({getattr(error, 'strerror', None) or error})"
     return None
 
 

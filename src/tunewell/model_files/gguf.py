@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import open_file
+from tunewell.core.files import open_file, read_data
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -24,14 +24,8 @@ _MAX_DEPTH = 4
 _MAX_DIMENSIONS = 8
 _MAX_VALUES = 1 << 42
 _MAX_ALIGNMENT = 1 << 20
-_BLOCKS = {
-    **{0: (1, 4), 1: (1, 2), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)},
-    **{2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 20: (32, 18), 39: (32, 17)},
-    **{10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66)},
-    **{17: (256, 74), 18: (256, 98), 19: (256, 50), 21: (256, 110), 22: (256, 82), 23: (256, 136), 29: (256, 56)},
-    **{34: (256, 54), 35: (256, 66), 40: (64, 36), 41: (128, 18)},
-}
-"""ggml type number -> values and bytes of a block. A test compares it with the `gguf` package."""
+_BLOCKS = {int(kind): tuple(sizes) for kind, sizes in read_data(__file__, "ggml_types.toml").items()}
+"""ggml type number -> values and bytes of a block."""
 _ALIGNMENT = 32
 """Default alignment of tensors in bytes."""
 

@@ -3,13 +3,12 @@
 import importlib.metadata
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from tunewell.core.files import parse_json, read_bytes, read_text
-from tunewell.model_files.checks import folder_damage, hub_cache, weight_problem
+from tunewell.core.files import read_text
+from tunewell.model_files.checks import folder_damage, hub_cache, newest_snapshot, read_json_object, weight_problem
 from tunewell.model_files.files import WEIGHT_SUFFIXES
 from tunewell.model_files.ollama import PREFIX as OLLAMA
 from tunewell.model_files.ollama import list_ollama
@@ -65,8 +64,7 @@ def _in_packages() -> Iterator[LocalModel]:
 def _in_hub_cache() -> Iterator[LocalModel]:
     for folder in sorted(hub_cache().glob("models--*")):
         name = folder.name.removeprefix("models--").replace("--", "/")
-        snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
-        newest = max(snapshots, key=lambda path: path.stat().st_mtime, default=folder)
+        newest = newest_snapshot(folder) or folder
         if (newest / "config.json").is_file():
             yield from _folder(newest, name, "hub cache")
         else:  # a repository of GGUF files
@@ -93,23 +91,15 @@ def _in_lm_studio() -> Iterator[LocalModel]:
 
 
 def _file(path: Path, name: str, where: Where) -> LocalModel:
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return LocalModel(name, where, path, 0, "is a link to a file that does not exist")
+    size = path.stat().st_size if path.exists() else 0
     return LocalModel(name, where, path, size, weight_problem(path, is_fast=True) or "")
 
 
 def _folder(folder: Path, name: str, where: Where) -> Iterator[LocalModel]:
     """Yield the model of a folder in transformers format; none if it has no weights or does not generate text."""
-    config: Any = None
-    with suppress(OSError, ValueError):
-        config = parse_json(read_bytes(folder / "config.json"))
-    if not isinstance(config, dict):
-        return
-    known = cast(dict[str, Any], config)
-    kinds: Any = known.get("architectures") or [""]
-    is_text = "CausalLM" in str(kinds[0]) or isinstance(known.get("text_config"), dict)
+    config = read_json_object(folder / "config.json")
+    kinds: Any = config.get("architectures") or [""]
+    is_text = "CausalLM" in str(kinds[0]) or isinstance(config.get("text_config"), dict)
     files = [path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES and path.stem != "training_args"]
     if is_text and files:
         damage = next(folder_damage(folder, is_fast=True), None)

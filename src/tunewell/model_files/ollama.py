@@ -61,7 +61,7 @@ def list_ollama() -> list[OllamaModel]:
     for folder in ollama_folders():
         for manifest in _manifests(folder):
             name = _name_of(manifest)
-            found.setdefault(name, _read(name, folder, manifest))
+            found.setdefault(name, OllamaModel(name, *_read(folder, manifest)))
     return [found[name] for name in sorted(found)]
 
 
@@ -117,29 +117,30 @@ def _name_of(manifest: Path) -> str:
     return f"{'/'.join([*front, model])}:{tag}"
 
 
-def _read(name: str, folder: Path, manifest: Path) -> OllamaModel:
+def _read(folder: Path, manifest: Path) -> tuple[Path | None, int, str]:
+    """Return the GGUF file of a model, its size, and why it cannot be trained."""
     try:
         if manifest.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError("too large")
         layers: list[dict[str, Any]] = parse_json(read_bytes(manifest))["layers"]
         by_type = {str(layer.get("mediaType")): layer for layer in layers}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return OllamaModel(name, None, 0, "its manifest is damaged")
+        return None, 0, "its manifest is damaged"
     layer = by_type.get(_MODEL)
     if layer is None:
-        return OllamaModel(name, None, 0, "it has no GGUF file (it runs in the cloud, or is stored in another format)")
+        return None, 0, "it has no GGUF file (it runs in the cloud, or is stored in another format)"
     digest = _DIGEST.fullmatch(str(layer.get("digest")))
     if digest is None:
-        return OllamaModel(name, None, 0, "its manifest is damaged")
+        return None, 0, "its manifest is damaged"
     # Versions before 0.1.33 separated the hash with a colon on Linux and macOS.
     paths = [folder / "blobs" / f"sha256{mark}{digest[1]}" for mark in "-:"]
     blob = next((path for path in paths if path.is_file()), None)
     size = layer.get("size")
     num_bytes = size if type(size) is int else 0
     if blob is None:
-        return OllamaModel(name, None, num_bytes, "its file is missing")
+        return None, num_bytes, "its file is missing"
     if num_bytes and blob.stat().st_size != num_bytes:
-        return OllamaModel(name, blob, num_bytes, "its file is incomplete")
+        return blob, num_bytes, "its file is incomplete"
     if _ADAPTER in by_type:
-        return OllamaModel(name, blob, num_bytes, "it has an adapter beside its weights, which would be left out")
-    return OllamaModel(name, blob, blob.stat().st_size)
+        return blob, num_bytes, "it has an adapter beside its weights, which would be left out"
+    return blob, blob.stat().st_size, ""

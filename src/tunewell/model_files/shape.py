@@ -1,26 +1,24 @@
 """The shape of a model, read without torch: its linear layers, widths and number of weights."""
 
 import math
-import operator
 import re
-import struct
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import open_file, parse_json
-from tunewell.model_files.facts import find_key_map, weight_files
-from tunewell.model_files.files import WEIGHT_SUFFIXES, locate
+from tunewell.model_files.files import WEIGHT_SUFFIXES, ModelFiles, locate
 from tunewell.model_files.gguf import read_header
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
+from tunewell.model_files.weights import find_key_map, tensor_shapes, weight_files
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _OTHER_MODALITIES = re.compile(r"(?:^|\.)(?:vision|visual|audio|image|multi_modal|mm_)")
 _UNGATED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "persimmon", "starcoder2"})
 """Model types whose feed-forward block has two matrices instead of three."""
-_MAX_HEADER_BYTES = 100 << 20
+LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Attention with separate q, k, v and o, a gated feed-forward block, and two norms per layer."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +94,15 @@ def read_shape(model: str, *, vocab_size: int) -> ModelShape:
 
     Raises UserError if the files do not describe a model.
     """
-    if is_preset(model):
-        return shape_of_config(llama_settings(find_preset(model), vocab_size, {}), vocab_size)
-    files, path = locate(model), Path(model).expanduser()
-    if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES and (shape := find_key_map(path).model):
-        return shape_of_config(llama_settings(find_preset(shape), vocab_size, {}), vocab_size)
-    config = files.read_object("config.json")
-    if not config and files.gguf is not None:
-        return _from_gguf(files.gguf, vocab_size)
+    config, files = read_config(model, vocab_size)
     if not config:
         raise UserError(
             f"`{model}` has no `config.json`, so its size is unknown",
             fix="use a folder of a model in transformers format, a `.gguf` file, a hub id or `preset:NAME`",
         )
     shape = shape_of_config(config, vocab_size)
+    if "config.json" not in files.small:
+        return replace(shape, file_bytes=files.gguf.stat().st_size, is_exact=True) if files.gguf else shape
     try:
         found = [file for file in weight_files(model) if file.is_file()]
     except (UserError, OSError, ValueError, KeyError):
@@ -121,13 +114,37 @@ def read_shape(model: str, *, vocab_size: int) -> ModelShape:
     return _with_tensors(shape, tensors, size) if tensors else replace(shape, file_bytes=size)
 
 
+def read_config(model: str | Path, vocab_size: int = 0) -> tuple[dict[str, Any], ModelFiles]:
+    """Return the config of a model, and its files. For a GGUF file or a preset, the config has the same keys.
+
+    It is empty for a tokenizer without a model. `vocab_size` is that of a preset.
+    """
+    if is_preset(str(model)):
+        return llama_settings(find_preset(str(model)), vocab_size, {}), ModelFiles(str(model), "preset")
+    files, path = locate(model), Path(model).expanduser()
+    if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES and (preset := find_key_map(path).model):
+        return llama_settings(find_preset(preset), vocab_size, {}), ModelFiles(files.source, "file")
+    config = files.read_object("config.json")
+    return (config if config or files.gguf is None else _config_of_gguf(files.gguf)), files
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with the sizes of the language model, which a multimodal model has in `text_config`."""
+    nested = config.get("text_config")
+    return config | nested if isinstance(nested, dict) else config
+
+
+def first_count(values: dict[str, Any], *keys: str) -> int | None:
+    """Return the first value of these keys that is a positive integer, or None."""
+    return next((value for key in keys if type(value := values.get(key)) is int and value > 0), None)
+
+
 def shape_of_config(config: dict[str, Any], vocab_size: int = 0) -> ModelShape:
     """Return the shape that the values of a `config.json` describe."""
-    nested = config.get("text_config")
-    text: dict[str, Any] = config | nested if isinstance(nested, dict) else config
+    text = text_part(config)
 
     def number(*keys: str, default: int = 0) -> int:
-        return next((value for key in keys if type(value := text.get(key)) is int and value > 0), default)
+        return first_count(text, *keys) or default
 
     hidden, layers = number("hidden_size", "n_embd"), number("num_hidden_layers", "n_layer")
     heads = number("num_attention_heads", "n_head")
@@ -165,42 +182,38 @@ def shape_of_config(config: dict[str, Any], vocab_size: int = 0) -> ModelShape:
     )
 
 
-def _from_gguf(path: Path, vocab_size: int) -> ModelShape:
+def _config_of_gguf(path: Path) -> dict[str, Any]:
     metadata, table = read_header(path)
     own = {key.partition(".")[2]: value for key, value in metadata.items()}
-    head_count = own.get("attention.head_count")
-    config = {
-        "model_type": metadata.get("general.architecture"),
+    kind = metadata.get("general.architecture")
+    # The rope frequency table is no parameter.
+    sizes = [math.prod(entry.shape) for entry in table if "rope_freqs" not in entry.name]
+    return {
+        "model_type": kind,
         "hidden_size": own.get("embedding_length"),
         "intermediate_size": own.get("feed_forward_length"),
         "num_hidden_layers": own.get("block_count"),
-        "num_attention_heads": head_count,
+        "num_attention_heads": own.get("attention.head_count"),
         "num_key_value_heads": own.get("attention.head_count_kv"),
         "head_dim": own.get("attention.key_length"),
-        "vocab_size": len(metadata.get("tokenizer.ggml.tokens") or []),
+        "vocab_size": first_count(own, "vocab_size") or len(metadata.get("tokenizer.ggml.tokens") or []),
         "num_experts": own.get("expert_count"),
         "num_experts_per_tok": own.get("expert_used_count"),
         "moe_intermediate_size": own.get("expert_feed_forward_length"),
+        "max_position_embeddings": own.get("context_length"),
+        "tie_word_embeddings": not any(entry.name == "output.weight" for entry in table),
+        "num_in_file": first_count(own, "parameter_count") or (sum(sizes) if kind in LLAMA_SHAPED else 0) or None,
     }
-    shape = shape_of_config(config, vocab_size)
-    is_tied = not any(entry.name == "output.weight" for entry in table)
-    return replace(shape, is_tied=is_tied, file_bytes=path.stat().st_size, is_exact=True)
 
 
 def _safetensors_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in safetensors files, or nothing if a file has another format or is damaged."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        if file.suffix != ".safetensors":
-            return {}
-        try:
-            with open_file(file) as opened:
-                [size] = struct.unpack("<Q", opened.read(8))
-                header = parse_json(opened.read(size)) if size <= _MAX_HEADER_BYTES else {}
-            entries = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-            shapes |= {name: tuple(map(operator.index, sizes)) for name, sizes in entries.items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
-            return {}
+    if any(file.suffix != ".safetensors" for file in files):
+        return {}
+    try:
+        shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+    except (OSError, ValueError):
+        return {}
     return {name: shape for name, shape in shapes.items() if not _OTHER_MODALITIES.search(name)}
 
 

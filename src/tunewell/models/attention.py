@@ -19,9 +19,10 @@ Shapes: T tokens, N documents, L tokens per document, K keys, H query heads, G k
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from tunewell.core.arrays import Ints
+from tunewell.data.batches import MicroBatch, SharedPrefix
 from tunewell.models.cpu_attention import MAX_LENGTH, Runs, causal_attention
 from tunewell.models.fp32_modules import compute_dtype
 
@@ -42,13 +45,17 @@ _HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 def runs_of(lengths: Sequence[int]) -> Runs:
     """Group consecutive documents of equal length into (number, length) pairs."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][1] == length:
-            runs[-1] = (runs[-1][0] + 1, length)
-        else:
-            runs.append((1, length))
-    return tuple(runs)
+    return tuple((len(list(run)), length) for length, run in groupby(lengths))
+
+
+def forward_inputs(batch: MicroBatch, shared: SharedPrefix | None) -> tuple[Ints, Ints, dict[str, Any]]:
+    """Return the ids and the positions of the computed tokens, and the layout for `packed_sdpa`."""
+    if shared is None:
+        return batch.input_ids, batch.position_ids, {"packed_runs": runs_of(batch.lengths)}
+    # The prefix is a separate run, even if the next document has the same length.
+    runs = ((1, shared.size), *runs_of(shared.lengths[1:]))
+    computed = batch.input_ids[shared.computed], batch.position_ids[shared.computed]
+    return *computed, {"packed_runs": runs, "packed_prefix": shared.size}
 
 
 def packed_sdpa(
@@ -62,11 +69,12 @@ def packed_sdpa(
     _require_packed(attention_mask, runs, options)
     assert runs and (not prefix or runs[0] == (1, prefix))
     q_HTD, k_GTD, v_GTD = query[0], key[0], value[0]
-    scores = _Scores.read(q_HTD, options)
+    scores = Scores.read(q_HTD, options)
     is_short = prefix > 0 or max(length for _, length in runs) <= MAX_LENGTH
     # Check all three: under autocast, queries and keys are rotated in fp32, but values are in 16 bits.
     is_fp32 = query.dtype == key.dtype == value.dtype == torch.float32
-    if query.device.type == "cpu" and is_fp32 and is_short and scores.is_plain:
+    is_plain = scores.window is None and scores.softcap is None and not scores.dropout
+    if query.device.type == "cpu" and is_fp32 and is_short and is_plain:
         out_THD = causal_attention(q_HTD, k_GTD, v_GTD, runs=runs, prefix=prefix, scale=scores.scale)
     else:
         out_THD = _attend_by_run(q_HTD, k_GTD, v_GTD, runs=runs, has_prefix=prefix > 0, scores=scores)
@@ -74,7 +82,7 @@ def packed_sdpa(
 
 
 @dataclass(frozen=True)
-class _Scores:
+class Scores:
     """The settings with which a model computes attention weights from queries and keys."""
 
     scale: float
@@ -83,20 +91,15 @@ class _Scores:
     softcap: float | None
 
     @classmethod
-    def read(cls, q_HTD: Tensor, options: dict[str, Any]) -> "_Scores":
+    def read(cls, q_HTD: Tensor, options: dict[str, Any]) -> "Scores":
         """Read the settings from the keyword arguments of transformers' attention interface."""
         scaling = options.get("scaling")
         scale = q_HTD.shape[-1] ** -0.5 if scaling is None else scaling
         return cls(scale, options.get("dropout", 0.0), options.get("sliding_window"), options.get("softcap"))
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the weights are a plain causal softmax, without window, softcap or dropout."""
-        return self.window is None and self.softcap is None and not self.dropout
-
 
 def _attend_by_run(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, *, runs: Runs, has_prefix: bool, scores: _Scores
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, *, runs: Runs, has_prefix: bool, scores: Scores
 ) -> Tensor:
     """Attend run by run, with one call for documents of equal length. Return [T, H, D]."""
     prefix: tuple[Tensor, Tensor] | None = None
@@ -118,13 +121,15 @@ def _attend_by_run(
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores) -> Tensor:
+def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: Scores) -> Tensor:
     """Attend within documents of one length. The queries belong to the last L keys. Return [N, L, H, D]."""
     (heads, length, _), num_keys = q_NHLD.shape[1:], k_NGKD.shape[2]
     window = scores.window if scores.window is not None and scores.window < num_keys else None
-    if scores.softcap is not None:
-        mask = _band_mask(length, num_keys, window, q_NHLD.device)
-        return _attend_softcapped(q_NHLD, k_NGKD, v_NGKD, mask, scale=scores.scale, softcap=scores.softcap)
+    if scores.softcap is not None:  # torch's kernels do not support it
+        k_NHKD, v_NHKD = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k_NGKD, v_NGKD))
+        s_NHLK = torch.tanh(q_NHLD @ k_NHKD.transpose(2, 3) * scores.scale / scores.softcap) * scores.softcap
+        s_NHLK = s_NHLK.masked_fill(~_band_mask(length, num_keys, window, q_NHLD.device), float("-inf"))
+        return (torch.softmax(s_NHLK, -1, dtype=torch.float32).to(q_NHLD.dtype) @ v_NHKD).transpose(1, 2)
     is_causal = window is None and num_keys == length
     out = F.scaled_dot_product_attention(
         q_NHLD,
@@ -139,17 +144,6 @@ def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores) -> 
     return out.transpose(1, 2)
 
 
-def _attend_softcapped(
-    q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, mask: Tensor, *, scale: float, softcap: float
-) -> Tensor:
-    """Attend with a softcap on the scores, which torch's kernels do not support. Return [N, L, H, D]."""
-    groups = q_NHLD.shape[1] // k_NGKD.shape[1]
-    k_NHKD, v_NHKD = k_NGKD.repeat_interleave(groups, 1), v_NGKD.repeat_interleave(groups, 1)
-    s_NHLK = torch.tanh(q_NHLD @ k_NHKD.transpose(2, 3) * scale / softcap) * softcap
-    s_NHLK = s_NHLK.masked_fill(~mask, float("-inf"))
-    return (torch.softmax(s_NHLK, -1, dtype=torch.float32).to(q_NHLD.dtype) @ v_NHKD).transpose(1, 2)
-
-
 def _band_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return the causal sliding-window mask, which is True where a query attends to a key."""
     position = torch.arange(num_keys, device=device)
@@ -158,68 +152,49 @@ def _band_mask(length: int, num_keys: int, window: int | None, device: torch.dev
 
 
 def packed_flash(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    packed_bounds: Tensor | None = None,
-    packed_longest: int = 0,
-    packed_spans: tuple[Tensor, Tensor] | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend within each document (transformers' attention interface).
 
     With `packed_spans`, where each token's document begins and ends, this uses our Triton kernels, otherwise torch's
     variable-length flash kernel.
     """
-    _require_packed(attention_mask, packed_bounds, others)
-    if softcap is not None:
+    bounds: Any = options.get("packed_bounds")
+    _require_packed(attention_mask, bounds, options)
+    scores, longest = Scores.read(query, options), options["packed_longest"]
+    if scores.softcap is not None:
         raise NotImplementedError("the flash kernel does not support softcap: set `train.attention: sdpa`")
-    if dropout:
+    if scores.dropout:
         raise NotImplementedError("the flash kernel does not support dropout: set `train.attention: sdpa`")
-    assert packed_bounds is not None
     # Models with fp32 weights rotate queries and keys in fp32, which the kernel does not accept.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
-    if packed_spans is not None and (sliding_window is None or sliding_window >= packed_longest):
+    window = scores.window if scores.window is not None and scores.window < longest else None
+    if options.get("packed_spans") is not None and window is None:
         from tunewell.models.triton_attention import attend_in_documents
 
-        starts, ends = packed_spans
-        return attend_in_documents(q, k, v, starts_T=starts, ends_T=ends, scale=scaling).unsqueeze(0), None
+        starts, ends = options["packed_spans"]
+        return attend_in_documents(q, k, v, starts_T=starts, ends_T=ends, scale=scores.scale).unsqueeze(0), None
     # The kernel's window counts only the keys before a query; transformers' window includes the query's own key.
-    left = -1 if sliding_window is None or sliding_window >= packed_longest else sliding_window - 1
+    left = -1 if window is None else window - 1
     more: Any = {"enable_gqa": q.shape[1] != k.shape[1]} if _HAS_GQA_SWITCH else {}
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        packed_bounds,
-        packed_bounds,
-        packed_longest,
-        packed_longest,
-        scale=scaling,
-        window_size=(left, 0),
-        **more,
-    )
-    assert isinstance(out, Tensor)
+    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scores.scale, window_size=(left, 0), **more)
     return out.unsqueeze(0), None
 
 
 def can_use_triton(model: PreTrainedModel, longest: int) -> bool:
     """Return whether the Triton kernels support this model and are faster than torch's, as far as we measured."""
-    settings: Any = model.config.get_text_config()
-    size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     return (
         model.device.type == "cuda"
         and longest <= _LONGEST_MEASURED
-        and size in _HEAD_SIZES
+        and head_size(model.config.get_text_config()) in _HEAD_SIZES
         and torch.cuda.get_device_capability(model.device) == _HOPPER
         and find_spec("triton") is not None
     )
+
+
+def head_size(config: Any) -> int:
+    """Return the size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _require_packed(mask: Tensor | None, layout: Any, options: dict[str, Any]) -> None:
@@ -245,36 +220,36 @@ def register() -> None:
 
 
 @contextmanager
-def stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Use transformers' own attention, uncompiled, for generation and to check our attention."""
+def using_attention(model: PreTrainedModel, name: str, *, is_compiled: bool = False) -> Iterator[None]:
+    """Use an attention implementation inside a `with` block, uncompiled unless `is_compiled`."""
     before: Any = model.config._attn_implementation
-    # transformers' sdpa does not support softcap, and some versions silently ignore it.
-    has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    model.set_attn_implementation("sdpa" if model._supports_sdpa and not has_softcap else "eager")
+    model.set_attn_implementation(name)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with nullcontext() if is_compiled else torch.compiler.set_stance("force_eager"):
             yield
     finally:
         model.set_attn_implementation(before)
 
 
-@contextmanager
-def fastest_attention(model: PreTrainedModel) -> Iterator[None]:
+def stock_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Use transformers' own attention, uncompiled, for generation and to check our attention."""
+    # transformers' sdpa does not support softcap, and some versions silently ignore it.
+    can_sdpa = model._supports_sdpa and not _has(model, "attn_logit_softcapping")
+    return using_attention(model, "sdpa" if can_sdpa else "eager")
+
+
+def fastest_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Use the flash kernel for packed documents inside a `with` block, if it supports this model."""
-    before: Any = model.config._attn_implementation
     is_flash = (
-        before == SDPA
+        model.config._attn_implementation == SDPA
         and model.device.type == "cuda"
         and compute_dtype(model) in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(model.device) >= (8, 0)
-        and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
         # In multi-head latent attention, values and keys have different sizes.
-        and getattr(model.config.get_text_config(), "kv_lora_rank", None) is None
+        and not (_has(model, "attn_logit_softcapping") or _has(model, "kv_lora_rank"))
     )
-    if is_flash:
-        model.set_attn_implementation(FLASH)
-    try:
-        yield
-    finally:
-        if is_flash:
-            model.set_attn_implementation(before)
+    return using_attention(model, FLASH, is_compiled=True) if is_flash else nullcontext()
+
+
+def _has(model: PreTrainedModel, setting: str) -> bool:
+    return getattr(model.config.get_text_config(), setting, None) is not None

@@ -19,9 +19,9 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, sha256_file, sha256_text, stable_json
 from tunewell.core.units import count
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.model_files.facts import fingerprint_weights, weight_files
 from tunewell.model_files.files import WEIGHT_SUFFIXES, locate
 from tunewell.model_files.presets import is_preset
+from tunewell.model_files.weights import fingerprint_weights, weight_files
 from tunewell.records.base_model import BaseContent
 from tunewell.records.events import plain
 

@@ -106,7 +106,6 @@ class _Layout:
 
 @lru_cache(maxsize=64)
 def _make_layout(runs: Runs, prefix: int) -> _Layout:
-    assert not prefix or runs[0] == (1, prefix)
     placed: list[_Run] = []
     token = key = 0
     for number, length in runs:

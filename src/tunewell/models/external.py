@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.model_files.facts import KeyMap, key_map_path
+from tunewell.model_files.weights import KeyMap, key_map_path
+from tunewell.models.attention import head_size
 from tunewell.models.pretrained import first_names
 
 # Keys under which training scripts store the weights next to the optimizer state, most common first.
@@ -68,7 +69,7 @@ def split_rotary_pairs(weights: dict[str, Tensor], config: PreTrainedConfig) -> 
 
     interleaved  a0 b0 a1 b1 a2 b2       halves  a0 a1 a2 b0 b1 b2
     """
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     return {
         name: tensor.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
         if re.search(r"\.[qk]_proj\.(weight|bias)$", name)

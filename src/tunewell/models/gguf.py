@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from functools import partial
@@ -20,31 +21,14 @@ from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
 from tunewell.machine.facts import num_cores
 from tunewell.model_files.gguf import TensorEntry, read_header, read_tensor_table
+from tunewell.models.attention import head_size
 from tunewell.models.external import split_rotary_pairs
+from tunewell.models.pretrained import skeleton
 from tunewell.models.support import quiet
 
 ROPE_TABLE = "rope_freqs.weight"
 LLAMA_NAMED = frozenset({"llama", "qwen2", "qwen3"})
-"""Architectures whose tensor names are all in the two tables below."""
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+"""Architectures whose tensors are read without transformers."""
 # Values dequantised at once. The `gguf` package processes 16 rows at a time, which is slow for short rows.
 _NUMBERS_AT_ONCE = 1 << 20
 _GROUP_ROWS = 16
@@ -52,18 +36,19 @@ _GROUP_ROWS = 16
 
 def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
     """Return the weights of a GGUF file in fp32 by transformers' names. Raise UserError for an unknown tensor."""
-    import_optional("gguf", extra="train", purpose="reading the weights of a GGUF file")
+    gguf = import_optional("gguf", extra="train", purpose="reading the weights of a GGUF file")
     entries = [entry for entry in read_tensor_table(path) if entry.name != ROPE_TABLE]
     if config.model_type not in LLAMA_NAMED:
         return _by_transformers(path, config, entries)
-    names = {entry.name: _name_of(entry.name) for entry in entries}
-    if unknown := [name for name, known in names.items() if known is None]:
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    names = {table.get_name(name, (".weight", ".bias")): name for name in skeleton(config).state_dict()}
+    if unknown := [entry.name for entry in entries if entry.name not in names]:
         listed = ", ".join(f"`{name}`" for name in unknown[:5])
         raise unusable(path, f"{len(unknown):,} of the tensors are unknown: {listed}")
     # NumPy dequantises on one core and releases the GIL.
     with ThreadPoolExecutor(num_cores()) as pool:
         found = pool.map(partial(read_entry, path), entries)
-        weights = {str(names[entry.name]): tensor for entry, tensor in zip(entries, found, strict=True)}
+        weights = {names[entry.name]: tensor for entry, tensor in zip(entries, found, strict=True)}
     # Only files of this architecture have interleaved rotary pairs.
     weights = split_rotary_pairs(weights, config) if config.model_type == "llama" else weights
     if config.tie_word_embeddings:
@@ -82,25 +67,19 @@ def unusable(path: Path, why: str) -> UserError:
     return UserError(f"the weights of `{path.name}` cannot be used: {why}", where=str(path), fix=fix)
 
 
-def _name_of(name: str) -> str | None:
-    if found := _IN_LAYER.fullmatch(name):
-        number, part, kind = found.groups()
-        known = _LAYER_NAMES.get(part)
-        return None if known is None else f"model.layers.{number}.{known}.{kind}"
-    part, _, kind = name.rpartition(".")
-    known = _NAMES.get(part)
-    return None if known is None else f"{known}.{kind}"
+def stored_type(path: Path) -> str:
+    """Return the data type of most weights in lower case, such as `q4_1` or `f16`."""
+    gguf = import_optional("gguf", extra="export", purpose="reading a GGUF file")
+    sizes = Counter[int]()
+    for entry in read_tensor_table(path):
+        sizes[entry.type_number] += math.prod(entry.shape)
+    return gguf.GGMLQuantizationType(sizes.most_common(1)[0][0]).name.lower()
 
 
 def quantization_of(path: Path) -> str | None:
     """Return the quantisation type of most weights, such as `Q4_1`, or None for 16-bit and 32-bit files."""
-    from gguf import GGMLQuantizationType
-
-    sizes: dict[int, int] = {}
-    for entry in read_tensor_table(path):
-        sizes[entry.type_number] = sizes.get(entry.type_number, 0) + math.prod(entry.shape)
-    name = GGMLQuantizationType(max(sizes, key=lambda number: sizes[number])).name
-    return None if name in ("F32", "F16", "BF16") else name
+    name = stored_type(path)
+    return None if name in ("f32", "f16", "bf16") else name.upper()
 
 
 def read_entry(path: Path, entry: TensorEntry) -> Tensor:
@@ -226,7 +205,7 @@ def _matches(config: PreTrainedConfig, name: str, value: Any) -> bool:
     found = getattr(config, name, None)
     if name == "head_dim":
         rope = getattr(config, "rope_parameters", None) or {}
-        whole = found or config.hidden_size // config.num_attention_heads
+        whole = head_size(config)
         return value in (whole, int(whole * rope.get("partial_rotary_factor", 1.0)))
     if name == "sliding_window" and found is None:
         # A window as long as the context has no effect.
@@ -242,7 +221,7 @@ def _apply_rope_table(path: Path, config: PreTrainedConfig) -> None:
     """
     table = read_tensor(path, ROPE_TABLE)
     base = config.rope_parameters["rope_theta"]
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     config.rope_parameters = {
         "rope_type": "llama3",
         "rope_theta": base,

@@ -1,7 +1,7 @@
 """Load a model from a folder, the hub, a GGUF file, a preset or another checkpoint, and check every weight."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
 from tunewell.core.options import WeightsOptions
-from tunewell.model_files.facts import find_key_map
 from tunewell.model_files.files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
+from tunewell.model_files.weights import find_key_map
 from tunewell.models import attention as packed_attention
 from tunewell.models import shared
 from tunewell.models.external import fit_weights, read_external_weights, split_rotary_pairs
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
 from tunewell.models.pretrained import first_names, from_files, from_tensors, read_config, require_safe_folder, skeleton
+from tunewell.models.quantized import dequantize_model, quantize_model, take_over
 from tunewell.models.support import quiet, require_supported, text_part
 from tunewell.records.plan import QuantizedBase
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of each precision of a plan."""
 
 # Verify a loaded model: every weight on the right device, in the right dtype, and finite.
 
@@ -59,6 +63,16 @@ def not_finite_names(model: nn.Module) -> list[str]:
     # Read all results together, because each read from a GPU waits for earlier work.
     are_finite = torch.stack([_is_finite(tensor) for _, tensor in tensors]).tolist() if tensors else []
     return [name for (name, _), is_finite in zip(tensors, are_finite, strict=True) if not is_finite]
+
+
+def count_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return the number of NaN and infinite values by name. Finite tensors are left out."""
+    return {
+        name: tensor.numel() - int(torch.isfinite(tensor).sum())
+        for name, tensor in tensors
+        # This is ten times as fast as a count.
+        if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor)
+    }
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
@@ -121,13 +135,15 @@ def read_vocabulary(folder: Path, added_tokens: tuple[str, ...] = ()) -> Vocabul
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError("tokenizer.json is missing", where=str(folder), fix="run `tunewell prepare` again")
-    backend = Tokenizer.from_file(str(path))
-    ids = backend.get_vocab(with_added_tokens=True)
+    ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     config_path = folder / "tokenizer_config.json"
     config = json.loads(read_text(config_path)) if config_path.is_file() else {}
-    named = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
-    special = {name: ids[token] for name, token in contents.items() if token in ids}
+    special: dict[str, int] = {}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token = config.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if content in ids:
+            special[name] = ids[content]
     return Vocabulary(max(ids.values(), default=-1) + 1, special, sorted(ids[token] for token in added_tokens))
 
 
@@ -137,7 +153,7 @@ def fit_vocabulary(model: PreTrainedModel, vocabulary: Vocabulary, source: str) 
     New rows are initialised with the mean of the old rows. Raises UserError if the tokenizer has other ids that the
     model does not have, because it is then not the tokenizer of this model.
     """
-    num_rows = len(_weight(model.get_input_embeddings()))
+    num_rows = len(_tables(model)[0].weight)
     num_unknown = vocabulary.size - num_rows - sum(number >= num_rows for number in vocabulary.new_ids)
     if num_unknown > 0:
         raise UserError(
@@ -146,38 +162,29 @@ def fit_vocabulary(model: PreTrainedModel, vocabulary: Vocabulary, source: str) 
         )
     if vocabulary.size <= num_rows:
         return False
-    means = [_weight(table).float().mean(0) for table in _tables(model)]
+    means = [table.weight.float().mean(0) for table in _tables(model)]
     # transformers first initialises the new rows randomly; `fork_rng` leaves the random generator unchanged.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.resize_token_embeddings(vocabulary.size, mean_resizing=False)
         for table, mean in zip(_tables(model), means, strict=True):
-            weight = _weight(table)
-            weight[num_rows:] = mean.to(weight.dtype)
+            table.weight[num_rows:] = mean.to(table.weight.dtype)
         bias = getattr(model.get_output_embeddings(), "bias", None)
         if isinstance(bias, Tensor):
             bias[num_rows:] = bias[:num_rows].float().mean().to(bias.dtype)
     return True
 
 
-def _tables(model: PreTrainedModel) -> list[nn.Module]:
+def _tables(model: Any) -> list[Any]:
     """Return the embedding, and the head unless they are tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None or _weight(head) is _weight(embedding):
-        return [embedding]
-    return [embedding, head]
-
-
-def _weight(table: nn.Module) -> Tensor:
-    weight = table.weight
-    assert isinstance(weight, Tensor)
-    return weight
+    return [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
 
 
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters, including those of quantised layers, which are buffers."""
-    quantized = [module for module in model.modules() if getattr(module, "is_matrix", False)]
+    quantized: list[Any] = [module for module in model.modules() if getattr(module, "is_matrix", False)]
     number = sum(parameter.numel() for parameter in model.parameters())
-    return number + sum(int(part.in_features) * int(part.out_features) for part in quantized)  # pyright: ignore
+    return number + sum(part.in_features * part.out_features for part in quantized)
 
 
 @dataclass(frozen=True)
@@ -239,53 +246,42 @@ def _load_model(options: LoadOptions) -> LoadedModel:
     packed_attention.register()
     vocabulary = read_vocabulary(options.tokenizer_folder, options.added_tokens)
     with quiet():
-        model, notes, text_prefix = _load(options, vocabulary)
+        found = _load(options, vocabulary)
+        model = found.model
         is_resized = fit_vocabulary(model, vocabulary, options.model)
     if is_resized:
         number = len(vocabulary.new_ids)
-        notes.append(
+        found.notes.append(
             f"{number} new token{'' if number == 1 else 's'}: embedding and head now have {vocabulary.size:,} rows; "
             "new rows start as the mean of the others"
         )
-    _quantize(model, options)
+    if getattr(model.config, "quantization_config", None) is not None:
+        take_over(model, options.dtype)
+        nn.Module.to(model, options.device)
+    elif options.quantized is not None:
+        quantize_model(model, options.quantized, options.device)
     # Documents are never padded, so the padding token (in SmolLM2 the end of a turn) is trained like any other.
     embedding: Any = model.get_input_embeddings()
     embedding.padding_idx = None
     model.eval().requires_grad_(False)
     verify_placement(model, device=options.device, dtype=options.dtype)
-    return LoadedModel(model, notes, vocabulary.new_ids, text_prefix)
+    return replace(found, new_token_ids=vocabulary.new_ids)
 
 
 def load_dequantized(options: LoadOptions, trained_dtype: torch.dtype) -> LoadedModel:
     """Load a quantised model as it was trained, and dequantise it to plain layers in the dtype of the options."""
-    from tunewell.models.quantized import dequantize_model
-
     found = load_model(replace(options, dtype=trained_dtype))
     dequantize_model(found.model, options.dtype)
     return found
 
 
-def _quantize(model: PreTrainedModel, options: LoadOptions) -> None:
-    """Quantise the linear layers, or take over those of a model that was saved quantised."""
-    is_saved_so = getattr(model.config, "quantization_config", None) is not None
-    if not is_saved_so and options.quantized is None:
-        return
-    from tunewell.models.quantized import quantize_model, take_over
-
-    if is_saved_so:
-        take_over(model, options.dtype)
-        nn.Module.to(model, options.device)
-    elif options.quantized is not None:
-        quantize_model(model, options.quantized, options.device)
-
-
-def _load(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:
+def _load(options: LoadOptions, vocabulary: Vocabulary) -> LoadedModel:
     if is_preset(options.model):
-        return *_from_preset(options, vocabulary), ""
+        return _from_preset(options, vocabulary)
     files = locate(options.model)
     path = Path(options.model).expanduser()
     if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
-        return *_from_external(path, options), ""
+        return _from_external(path, options)
     if files.origin == "hub":
         return _from_transformers(options.model, options)
     folder = next((file.parent for file in [*files.small.values(), files.gguf] if file is not None), path)
@@ -298,10 +294,10 @@ def _load(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel
             where=str(folder),
             fix="use a folder with `model.safetensors`, a `.gguf` file, a hub id or `preset:NAME`",
         )
-    return *_from_gguf(found[0], options), ""
+    return _from_gguf(found[0], options)
 
 
-def _from_preset(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:
+def _from_preset(options: LoadOptions, vocabulary: Vocabulary) -> LoadedModel:
     preset = find_preset(options.model)
     config = LlamaConfig(**llama_settings(preset, vocabulary.size, vocabulary.special_ids))
     notes = options.check(config)
@@ -312,19 +308,19 @@ def _from_preset(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrain
     for parameter in model.parameters():
         parameter.data = parameter.data.to(options.dtype)
     model.config.dtype = options.dtype
-    return model.to(options.device), [*notes, "the weights are random: training starts from scratch"]
+    return LoadedModel(model.to(options.device), [*notes, "the weights are random: training starts from scratch"])
 
 
-def _from_gguf(path: Path, options: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
+def _from_gguf(path: Path, options: LoadOptions) -> LoadedModel:
     config = read_gguf_config(path)
     notes = options.check(config)
     model = from_tensors(config, read_gguf_weights(path, config), source=options.model, arguments=options.arguments())
     if name := quantization_of(path):
         notes.append(f"`{path.name}` is quantised ({name}); its weights were dequantised")
-    return model, notes
+    return LoadedModel(model, notes)
 
 
-def _from_external(path: Path, options: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
+def _from_external(path: Path, options: LoadOptions) -> LoadedModel:
     key_map = find_key_map(path)
     weights = read_external_weights(path, key_map, allow_pickle=options.allow_pickle)
     if key_map.model is not None:
@@ -337,10 +333,11 @@ def _from_external(path: Path, options: LoadOptions) -> tuple[PreTrainedModel, l
     if key_map.interleaved_rotary:
         weights = split_rotary_pairs(weights, config)
     fit_weights(weights, skeleton(config), path)
-    return from_tensors(config, weights, source=options.model, arguments=options.arguments()), notes
+    model = from_tensors(config, weights, source=options.model, arguments=options.arguments())
+    return LoadedModel(model, notes)
 
 
-def _from_transformers(source: str, options: LoadOptions) -> tuple[PreTrainedModel, list[str], str]:
+def _from_transformers(source: str, options: LoadOptions) -> LoadedModel:
     is_folder = Path(source).is_dir()
     is_local = is_folder or hub_is_out_of_reach() is not None
     if is_folder:
@@ -354,4 +351,4 @@ def _from_transformers(source: str, options: LoadOptions) -> tuple[PreTrainedMod
     if unused:
         what = f"only the text part of `{config.model_type}` is trained; " if part is not None else ""
         notes.append(f"{what}{len(unused):,} weights in the model's files are not used: {first_names(unused)}")
-    return model, notes, "" if part is None else part.text_prefix
+    return LoadedModel(model, notes, text_prefix="" if part is None else part.text_prefix)

@@ -45,11 +45,16 @@ def chunk_rows(vocab_size: int, device: torch.device) -> int:
     return 1 << (rows.bit_length() - 1)
 
 
+def cross_entropy(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Return the loss of each row."""
+    return logits_RV.logsumexp(-1) - logits_RV.gather(-1, targets_R[:, None])[:, 0]
+
+
 def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Return the summed loss and its gradient with respect to the logits, in place. Targets of -100 are ignored."""
-    z_RV = logits_RV.float()
-    tanh_RV = None if softcap is None else torch.tanh(z_RV / softcap)
-    if tanh_RV is not None and softcap is not None:
+    z_RV, tanh_RV = logits_RV.float(), None
+    if softcap is not None:
+        tanh_RV = torch.tanh(z_RV / softcap)
         z_RV = tanh_RV * softcap
     keep_R1 = (targets_R != -100)[:, None]
     target_R1 = targets_R.clamp_min(0)[:, None]
@@ -66,9 +71,9 @@ def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -
 
 def loss_and_grad_fused(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Compute `loss_and_grad` in a form that torch.compile fuses into two passes, without fp32 values in memory."""
-    z_RV = logits_RV.float()
-    tanh_RV = None if softcap is None else torch.tanh(z_RV / softcap)
-    if tanh_RV is not None and softcap is not None:
+    z_RV, tanh_RV = logits_RV.float(), None
+    if softcap is not None:
+        tanh_RV = torch.tanh(z_RV / softcap)
         z_RV = tanh_RV * softcap
     keep_R = targets_R != -100
     target_R1 = targets_R.clamp_min(0)[:, None]
@@ -89,7 +94,9 @@ class _SupervisedLoss(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_R: Tensor,
-        options: "_Options",
+        rows: int,
+        head: HeadShape,
+        loss_and_grad: LossAndGrad,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden_RH.device)
         dh_RH = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
@@ -97,19 +104,19 @@ class _SupervisedLoss(torch.autograd.Function):
         db_V = torch.zeros_like(weight_VH[:, 0], dtype=torch.float32) if ctx.needs_input_grad[2] else None
         weight = weight_VH.to(hidden_RH.dtype)
         bias = None if bias_V is None else bias_V.to(hidden_RH.dtype)
-        for at in range(0, len(targets_R), options.rows):
-            rows = slice(at, at + options.rows)
-            logits_RV = F.linear(hidden_RH[rows], weight, bias)
-            if options.head.scale != 1.0:
-                logits_RV = logits_RV * options.head.scale
-            part, dz_RV = options.loss_and_grad(logits_RV, targets_R[rows], options.head.softcap)
+        for at in range(0, len(targets_R), rows):
+            chunk = slice(at, at + rows)
+            logits_RV = F.linear(hidden_RH[chunk], weight, bias)
+            if head.scale != 1.0:
+                logits_RV = logits_RV * head.scale
+            part, dz_RV = loss_and_grad(logits_RV, targets_R[chunk], head.softcap)
             total += part
-            if options.head.scale != 1.0:
-                dz_RV = dz_RV * options.head.scale
+            if head.scale != 1.0:
+                dz_RV = dz_RV * head.scale
             if dh_RH is not None:
-                torch.mm(dz_RV, weight, out=dh_RH[rows])
+                torch.mm(dz_RV, weight, out=dh_RH[chunk])
             if dw_VH is not None:
-                dw_VH += dz_RV.T @ hidden_RH[rows]
+                dw_VH += dz_RV.T @ hidden_RH[chunk]
             if db_V is not None:
                 db_V += dz_RV.sum(0)
         ctx.save_for_backward(dh_RH, dw_VH, db_V)
@@ -119,14 +126,7 @@ class _SupervisedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grads
         dh_RH, dw_VH, db_V = ctx.saved_tensors
-        return (*(None if saved is None else saved * grad for saved in (dh_RH, dw_VH, db_V)), None, None)
-
-
-@dataclass(frozen=True)
-class _Options:
-    rows: int
-    head: HeadShape
-    loss_and_grad: LossAndGrad
+        return (*(None if saved is None else saved * grad for saved in (dh_RH, dw_VH, db_V)), None, None, None, None)
 
 
 def supervised_loss(
@@ -145,7 +145,7 @@ def supervised_loss(
     """
     if rows is None:
         rows = chunk_rows(weight_VH.shape[0], hidden_RH.device) if fused_loss is None else COMPILED_ROWS
-    options = _Options(rows, head or HeadShape(), fused_loss or loss_and_grad)
-    total = _SupervisedLoss.apply(hidden_RH, weight_VH, bias_V, targets_R, options)
-    assert isinstance(total, Tensor)
+    total: Any = _SupervisedLoss.apply(
+        hidden_RH, weight_VH, bias_V, targets_R, rows, head or HeadShape(), fused_loss or loss_and_grad
+    )
     return total

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.data.batches import FixedShape, MicroBatch, cumulative_lengths, pad_to_shape, share_prefix
-from tunewell.models.attention import FLASH, can_use_triton, runs_of
+from tunewell.models.attention import FLASH, can_use_triton, forward_inputs
 from tunewell.models.cpu_attention import MAX_LENGTH
-from tunewell.models.loss import COMPILED_ROWS, HeadShape, LossAndGrad, chunk_rows, supervised_loss
+from tunewell.models.loss import COMPILED_ROWS, HeadShape, LossAndGrad, chunk_rows, cross_entropy, supervised_loss
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,8 +81,10 @@ class PackedModel:
             batch, num_documents = pad_to_shape(batch, self.shape), self.shape.documents
             if self.uses_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-        shared = share_prefix(batch, longest=MAX_LENGTH) if self._is_sharing else None
-        layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
+        # With dropout, each document needs a mask of its own for the shared prefix.
+        is_sharing = self.device.type == "cpu" and not self.is_flash and not (self.has_dropout and self.model.training)
+        shared = share_prefix(batch, longest=MAX_LENGTH) if is_sharing else None
+        ids, positions, layout = forward_inputs(batch, shared)
         if self.is_flash:
             bounds = cumulative_lengths(batch, num_documents)
             layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
@@ -91,13 +93,6 @@ class PackedModel:
                 layout["packed_spans"] = tuple(
                     self._tensor(np.repeat(ends, lengths)) for ends in (bounds[:-1], bounds[1:])
                 )
-        elif shared is not None:
-            # The prefix is a separate run, even if the next document has the same length.
-            runs = ((1, shared.size), *runs_of(shared.lengths[1:]))
-            layout = {"packed_runs": runs, "packed_prefix": shared.size}
-        ids, positions = batch.input_ids, batch.position_ids
-        if shared is not None:
-            ids, positions = ids[shared.computed], positions[shared.computed]
         if self.model.training:
             self.num_computed += len(ids)
         with self.autocast(), stance:
@@ -121,11 +116,6 @@ class PackedModel:
 
     def _is_compiled_for(self, batch: MicroBatch) -> bool:
         return self.shape is not None and self.shape.fits(batch) and not self._is_uncompiled
-
-    @property
-    def _is_sharing(self) -> bool:
-        """Whether a shared prefix is computed only once. With dropout, each document needs its own mask."""
-        return self.device.type == "cpu" and not self.is_flash and not (self.has_dropout and self.model.training)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
@@ -169,7 +159,7 @@ class PackedModel:
         rows = self.loss_rows or chunk_rows(weight.shape[0], self.device)
         for hidden, targets in zip(hidden_RH.split(rows), targets_R.split(rows), strict=True):
             logits = self.head.apply(torch.nn.functional.linear(hidden, weight, bias).float())
-            losses.append(logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0])
+            losses.append(cross_entropy(logits, targets))
         return torch.cat(losses).cpu().double().numpy() if losses else np.zeros(0)
 
     def _select(self, hidden_TH: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:

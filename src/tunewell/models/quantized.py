@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Module):
     def quantize(cls, linear: nn.Linear, kind: str, device: torch.device) -> Self:
         """Quantise a layer on a device."""
         weight = linear.weight.detach().to(device)
-        form, parts = ("int8", _to_int8(weight)) if kind == "int8" else (f"{kind}:{_BLOCK}", _to_nf4(weight))
+        form, parts = ("int8", _to_int8(weight)) if kind == "int8" else _to_nf4(weight)
         bias = None if linear.bias is None else linear.bias.detach().to(device)
         return cls(form, (linear.out_features, linear.in_features), parts, bias, weight.dtype)
 
@@ -65,7 +65,8 @@ class QuantizedLinear(nn.Module):
         if hasattr(weight, "SCB"):
             scales = layer.state.SCB if weight.SCB is None else weight.SCB
             return cls("int8", shape, {"packed": weight.data, "scales": scales.float() / 127}, bias, dtype)
-        return cls(*_parts_of(weight.data, weight.quant_state, shape), bias, dtype)
+        form, parts = _parts_of(weight.data, weight.quant_state)
+        return cls(form, shape, parts, bias, dtype)
 
     @property
     def parts(self) -> list[Tensor]:
@@ -131,13 +132,11 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def take_over(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Replace the layers of bitsandbytes in a model that was saved quantised, and return their number."""
-    found = [(name, part) for name, part in model.named_modules() if type(part).__name__ in _FOREIGN]
+    kinds = ("Linear4bit", "Linear8bitLt")
+    found = [(name, part) for name, part in model.named_modules() if type(part).__name__ in kinds]
     for name, layer in found:
         model.set_submodule(name, QuantizedLinear.from_bitsandbytes(layer, dtype))
     return len(found)
-
-
-_FOREIGN = ("Linear4bit", "Linear8bitLt")
 
 
 def _to_int8(weight_NK: Tensor) -> dict[str, Tensor]:
@@ -147,20 +146,21 @@ def _to_int8(weight_NK: Tensor) -> dict[str, Tensor]:
     return {"packed": levels.to(torch.int8), "scales": scales_N}
 
 
-def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
-    packed, state = _functional().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
-    return _parts_of(packed, state, (weight.shape[0], weight.shape[1]))[2]
+def _to_nf4(weight: Tensor) -> tuple[str, dict[str, Tensor]]:
+    functional: Any = import_optional("bitsandbytes.functional", extra="qlora", purpose="`method.quantize: nf4`")
+    packed, state = functional.quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
+    return _parts_of(packed, state)
 
 
-def _parts_of(packed: Tensor, state: Any, shape: tuple[int, int]) -> tuple[str, tuple[int, int], dict[str, Tensor]]:
-    """Return form, shape and tensors of a weight that bitsandbytes has quantised to 4 bits."""
+def _parts_of(packed: Tensor, state: Any) -> tuple[str, dict[str, Tensor]]:
+    """Return form and tensors of a weight that bitsandbytes has quantised to 4 bits."""
     parts = {"packed": packed.view(torch.uint8), "absmax": state.absmax}
     if state.nested:  # the largest values of the blocks are quantised to 8 bits
         nested = state.state2
         if nested.blocksize != _NESTED_BLOCK:
             raise ValueError(f"nested blocks of {nested.blocksize} values are not supported")
         parts |= {"nested_absmax": nested.absmax, "nested_code": nested.code, "offset": state.offset}
-    return f"{state.quant_type}:{state.blocksize}", shape, parts
+    return f"{state.quant_type}:{state.blocksize}", parts
 
 
 def dequantize(parts: Sequence[Tensor], form: str, num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -202,7 +202,3 @@ def _product_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 quantized_product.register_autograd(_product_grad, setup_context=_keep_parts)
-
-
-def _functional() -> Any:
-    return import_optional("bitsandbytes.functional", extra="qlora", purpose="`method.quantize: nf4`")

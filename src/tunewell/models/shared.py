@@ -11,7 +11,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,29 +28,24 @@ _SHARED_BUFFER = 1 << 16
 """Buffers with fewer values are copied, because some modules change theirs. Larger ones are quantised weights."""
 
 
-@dataclass
-class _Store:
-    names: frozenset[str] = frozenset()
-    models: "dict[str, LoadedModel]" = field(default_factory=dict)
-
-
-_store = _Store()
+_names: set[str] = set()
+_models: "dict[str, LoadedModel]" = {}
 
 
 @contextmanager
 def sharing(names: frozenset[str]) -> Iterator[None]:
     """Load the named models only once inside the `with` block. They stay in memory until its end."""
-    _store.names = frozenset(map(_real_name, names))
+    _names.update(map(_real_name, names))
     try:
         yield
     finally:
-        _store.names = frozenset()
-        _store.models.clear()
+        _names.clear()
+        _models.clear()
 
 
 def has(name: str) -> bool:
     """Return whether a model is shared now."""
-    return bool(_store.names) and _real_name(name) in _store.names
+    return bool(_names) and _real_name(name) in _names
 
 
 def _real_name(name: str) -> str:
@@ -61,11 +56,11 @@ def _real_name(name: str) -> str:
 def load(options: "LoadOptions", load_files: "Callable[[LoadOptions], LoadedModel]") -> "LoadedModel":
     """Return a model around the shared weights. Its files are loaded the first time."""
     key = _key(options)
-    if key not in _store.models:
-        while len(_store.models) >= _MAX_MODELS:
-            del _store.models[next(iter(_store.models))]
-        _store.models[key] = load_files(options)
-    found = _store.models[key]
+    if key not in _models:
+        while len(_models) >= _MAX_MODELS:
+            del _models[next(iter(_models))]
+        _models[key] = load_files(options)
+    found = _models[key]
     options.check(found.model.config)  # the documents of another run may be longer
     return replace(found, model=_around_same_weights(found.model), notes=list(found.notes))
 
@@ -91,7 +86,7 @@ def _around_same_weights(model: Any) -> Any:
 
 def own_trainable(model: nn.Module) -> None:
     """Copy the trainable parameters that share their memory with a stored model. Without one, nothing happens."""
-    stored = {parameter.data_ptr() for found in _store.models.values() for parameter in found.model.parameters()}
+    stored = {parameter.data_ptr() for found in _models.values() for parameter in found.model.parameters()}
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.data_ptr() in stored:
             parameter.data = parameter.data.clone()

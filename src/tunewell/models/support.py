@@ -57,6 +57,25 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Use eval mode inside a `with` block, without transformers' warnings."""
+    was_training = model.training
+    model.eval()
+    try:
+        with quiet():
+            yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def stock_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Use eval mode and transformers' own attention inside a `with` block, without its warnings."""
+    with eval_mode(model), stock_attention(model):
+        yield
+
+
 def require_supported(config: PreTrainedConfig, *, longest_document: int, attention: str = "") -> list[str]:
     """Return notes about a model. Raise UserError with the reason if it cannot be trained on packed documents."""
     if getattr(config, "quantization_config", None) is not None:
@@ -75,10 +94,10 @@ def require_supported(config: PreTrainedConfig, *, longest_document: int, attent
     text = part.config if part is not None else config
     _require_packable(text)
     _require_positions(text, longest_document)
-    if attention == FLASH and getattr(text, "attn_logit_softcapping", None) is not None:
-        raise _not_supported(text, "the flash kernel does not support attention softcap", "set `train.attention: sdpa`")
-    if attention == FLASH and (getattr(text, "attention_dropout", 0.0) or 0.0) > 0:
-        raise _not_supported(text, "the flash kernel does not support attention dropout", "set `train.attention: sdpa`")
+    for setting, name in (("attn_logit_softcapping", "softcap"), ("attention_dropout", "dropout")):
+        if attention == FLASH and getattr(text, setting, None):
+            why = f"the flash kernel does not support attention {name}"
+            raise _not_supported(text, why, "set `train.attention: sdpa`")
     return _notes(text)
 
 
@@ -120,7 +139,14 @@ def head_shape(model: PreTrainedModel) -> HeadShape:
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     shape = HeadShape(None if cap is None else float(cap), _scale(config))
-    _check_head(model, module, weight, shape)
+    ids = torch.linspace(0, len(weight) - 1, _PROBE_TOKENS, device=weight.device).long()[None]
+    with torch.no_grad(), stock_mode(model):
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        computed = shape.apply(module(hidden)).float() if hidden.shape[-1] == weight.shape[1] else expected[:0]
+    tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE[torch.float16]) * expected.abs().max()
+    if computed.shape != expected.shape or not bool(((computed - expected).abs() <= tolerance).all()):
+        raise _not_supported(model.config, "the head computes more than a matrix product, a scale and a softcap")
     return shape
 
 
@@ -184,27 +210,6 @@ def _scale(config: PreTrainedConfig) -> float:
         return float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
     scale = getattr(config, "logit_scale", None)
     return 1.0 if scale is None else float(scale)
-
-
-@torch.no_grad()
-def _check_head(model: PreTrainedModel, head: nn.Module, weight: Tensor, shape: HeadShape) -> None:
-    ids = torch.linspace(0, len(weight) - 1, _PROBE_TOKENS, device=weight.device).long()[None]
-    was_training = model.training
-    model.eval()
-    try:
-        with stock_attention(model):
-            expected = model(input_ids=ids, use_cache=False).logits.float()
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        computed = shape.apply(head(hidden)).float() if hidden.shape[-1] == weight.shape[1] else None
-    finally:
-        model.train(was_training)
-    tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE[torch.float16]) * expected.abs().max()
-    if (
-        computed is None
-        or computed.shape != expected.shape
-        or not bool(((computed - expected).abs() <= tolerance).all())
-    ):
-        raise _not_supported(model.config, "the head computes more than a matrix product, a scale and a softcap")
 
 
 def _not_supported(config: PreTrainedConfig, why: str, fix: str = _FIX) -> UserError:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any, Literal
 
 from tunewell.config.extensions import METHODS, OPTIMIZERS
@@ -67,6 +68,14 @@ class PlanInputs:
         """Return where a key is set, for an error message."""
         return self.why(key).removeprefix("set in ").removeprefix("set by ")
 
+    def choice(self, key: str) -> Chosen[Any]:
+        """Return the value of a key, with its origin as the reason."""
+        return Chosen(attrgetter(key)(self.config), because=self.why(key))
+
+    def error(self, key: str, what: str, *, fix: str) -> UserError:
+        """Return the error for a key whose value cannot be used."""
+        return UserError(what, where=self.where(key), fix=fix)
+
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Attention = Literal["sdpa", "flash"]
@@ -76,11 +85,10 @@ Compile = Literal["auto", "on", "off"]
 def choose_device(inputs: PlanInputs) -> Chosen[str]:
     """Return the device with the reason for it."""
     device = inputs.device
+    found = "no GPU was found:" if device.kind == "cpu" else "the first GPU found:"
+    reason = found if inputs.config.device == "auto" else f"{inputs.why('device')};"
     size = f", {size_bytes(device.memory_bytes)}" if device.memory_bytes else ""
-    if inputs.config.device != "auto":
-        return Chosen[str](value=device.name, because=f"{inputs.why('device')}; {device.label}{size}")
-    reason = {"cuda": "the first GPU found", "mps": "the first GPU found", "cpu": "no GPU was found"}
-    return Chosen[str](value=device.name, because=f"{reason[device.kind]}: {device.label}{size}")
+    return Chosen(device.name, because=f"{reason} {device.label}{size}")
 
 
 def choose_precision(inputs: PlanInputs) -> Chosen[Precision]:
@@ -91,11 +99,13 @@ def choose_precision(inputs: PlanInputs) -> Chosen[Precision]:
     if setting == "auto":
         return _automatic_precision(inputs)
     if setting == "bf16" and not device.has_bf16:
-        raise _error(inputs, "train.precision", f"bf16 cannot be used on {device.label}", _WHY_NO_BF16[device.kind])
+        what = f"bf16 cannot be used on {device.label}: {_WHY_NO_BF16[device.kind]}"
+        raise inputs.error("train.precision", what, fix="set `train.precision: auto`")
     if setting == "fp16" and device.kind == "mps":
-        raise _error(inputs, "train.precision", "fp16 cannot be used on an Apple GPU", "losses became NaN there")
+        what = "fp16 cannot be used on an Apple GPU: losses became NaN there"
+        raise inputs.error("train.precision", what, fix="set `train.precision: auto`")
     scaled = f"; {_SCALED}" if setting == "fp16" else ""
-    return Chosen[Precision](value=setting, because=why + scaled)
+    return Chosen(setting, because=why + scaled)
 
 
 def _launcher_precision(inputs: PlanInputs, launched: str) -> tuple[Precision, str]:
@@ -104,11 +114,8 @@ def _launcher_precision(inputs: PlanInputs, launched: str) -> tuple[Precision, s
     if launched not in ("bf16", "fp16"):
         raise UserError(f"{option}: {launched} is not supported", fix="leave the option out, and set `train.precision`")
     if setting not in ("auto", launched):
-        raise UserError(
-            f"{option} contradicts `train.precision: {setting}`",
-            where=inputs.where("train.precision"),
-            fix="remove the option or the setting",
-        )
+        what = f"{option} contradicts `train.precision: {setting}`"
+        raise inputs.error("train.precision", what, fix="remove the option or the setting")
     return launched, f"set by {option}"
 
 
@@ -123,180 +130,154 @@ _WHY_NO_BF16 = {
 def _automatic_precision(inputs: PlanInputs) -> Chosen[Precision]:
     device = inputs.device
     if device.kind == "cuda" and device.has_bf16:
-        return Chosen[Precision](
-            value="bf16", because=f"{device.label} supports bf16, which has the range of fp32 in half the memory"
-        )
+        return Chosen("bf16", because=f"{device.label} supports bf16, which has the range of fp32 in half the memory")
     if device.kind == "cuda":
         because = f"{device.label} has fp16 units and no bf16 ones; {_SCALED}, and a run that overflows goes on in fp32"
-        return Chosen[Precision](value="fp16", because=because)
-    reasons = {
-        "mps": "bf16 is not tested on Apple GPUs yet",
-        "cpu": "the safest choice on a CPU; this one also supports `train.precision: bf16`"
-        if device.has_bf16
-        else "this CPU has no bf16 units, and emulation was measured 50 times slower",
-    }
-    return Chosen[Precision](value="fp32", because=reasons[device.kind])
+        return Chosen("fp16", because=because)
+    because = _WHY_NO_BF16["mps"]
+    if device.kind == "cpu":
+        because = "this CPU has no bf16 units, and emulation was measured 50 times slower"
+        if device.has_bf16:
+            because = "the safest choice on a CPU; this one also supports `train.precision: bf16`"
+    return Chosen("fp32", because=because)
 
 
 def require_masters(inputs: PlanInputs, precision: Precision) -> None:
     """Raise UserError if `train.masters: bf16` is set and the run cannot use it."""
-    if inputs.config.train.masters == "fp32":
-        return
-    reason = None
-    if inputs.config.method.kind != "full":
-        reason = f"the method is `{inputs.config.method.kind}`, whose few trainable parameters are always in fp32"
-    elif precision != "bf16":
-        reason = f"the run computes in {precision}; only bf16 is supported"
-    if reason is not None:
-        raise UserError(
+    method = inputs.config.method.kind
+    reason = f"the run computes in {precision}; only bf16 is supported"
+    if method != "full":
+        reason = f"the method is `{method}`, whose few trainable parameters are always in fp32"
+    if inputs.config.train.masters != "fp32" and (method, precision) != ("full", "bf16"):
+        raise inputs.error(
+            "train.masters",
             f"trainable parameters cannot be stored in bf16: {reason}",
-            where=inputs.where("train.masters"),
             fix="set `train.masters: fp32`, or set `method.kind: full` and `train.precision: bf16`",
         )
 
 
 def require_optimizer(inputs: PlanInputs) -> None:
     """Raise UserError if the optimizer cannot be used with this method or device, or if its settings have no effect."""
-    name, method, where = inputs.config.train.optimizer, inputs.config.method.kind, inputs.where("train.optimizer")
-    entry = OPTIMIZERS.entry(name)
+    train, method = inputs.config.train, inputs.config.method.kind
+    name, entry = train.optimizer, OPTIMIZERS.entry(train.optimizer)
     if not entry.trains_adapters and METHODS.entry(method).is_adapter:
-        raise UserError(
+        raise inputs.error(
+            "train.optimizer",
             f"the optimizer `{name}` cannot be used with `method.kind: {method}`: an adapter has small "
             "gradients, so projecting them saves nothing",
-            where=where,
             fix="set `train.optimizer: adamw`, or set `method.kind: full`",
         )
     if not entry.runs_on_mps and inputs.device.kind == "mps":
-        raise UserError(
+        raise inputs.error(
+            "train.optimizer",
             f"the optimizer `{name}` cannot be used on an Apple GPU: it is not tested there",
-            where=where,
             fix="set `train.optimizer: adamw`; to save memory, set `method.kind: lora` or `device: cpu`, or train on a "
             "machine with an NVIDIA GPU: `tunewell notebook`",
         )
-    for key, field in type(inputs.config.train).model_fields.items():
+    for key, field in type(train).model_fields.items():
         prefix = key.partition("_")[0]
-        is_changed = getattr(inputs.config.train, key) != field.default
-        if prefix in OPTIMIZERS.names() and prefix != name and is_changed:
-            raise UserError(
-                f"`train.{key}` has no effect: the optimizer is `{name}`",
-                where=inputs.where(f"train.{key}"),
-                fix=f"remove it, or set `train.optimizer: {prefix}`",
-            )
+        if prefix in OPTIMIZERS.names() and prefix != name and getattr(train, key) != field.default:
+            what = f"`train.{key}` has no effect: the optimizer is `{name}`"
+            raise inputs.error(f"train.{key}", what, fix=f"remove it, or set `train.optimizer: {prefix}`")
+
+
+_IN_MODEL = "`quantization_config` in its `config.json`"
 
 
 def choose_quantization(inputs: PlanInputs) -> QuantizedBase | None:
     """Return how the base model is quantised, or None; raise UserError if that cannot be trained here."""
-    setting, saved = inputs.config.method.quantize, inputs.saved_quantization
-    if setting == "none" and saved is None:
-        _require_no_keep(inputs)
+    settings, saved = inputs.config.method, inputs.saved_quantization
+    kind = settings.quantize if saved is None else _saved_kind(inputs, saved)
+    if kind == "none":
+        if settings.keep:
+            what = "`method.keep` is set, but the base model is not quantised"
+            fix = "set `method.quantize: nf4` or `int8`, or remove `method.keep`"
+            raise inputs.error("method.keep", what, fix=fix)
         return None
-    kind: Literal["nf4", "int8"] = "int8" if setting == "int8" else "nf4"
-    if saved is not None:
-        # Folders of 2023 have no `quant_method`.
-        is_old = bool(saved.get("load_in_4bit") or saved.get("load_in_8bit"))
-        if (method_name := saved.get("quant_method", "bitsandbytes" if is_old else "unknown")) != "bitsandbytes":
-            raise UserError(
-                f"the model was saved quantised with {method_name}, which cannot be trained",
-                where="`quantization_config` in its `config.json`",
-                fix="use the unquantised model; `method.quantize: nf4` makes it as small",
-            )
-        kind = "int8" if saved.get("load_in_8bit") else "nf4"
-        if setting not in ("none", kind):
-            raise UserError(
-                f"the model was saved in {kind}, and `method.quantize` is `{setting}`",
-                where=inputs.where("method.quantize"),
-                fix="remove the setting, or use the unquantised model",
-            )
-    method = METHODS.entry(inputs.config.method.kind)
+    method = METHODS.entry(settings.kind)
     if not method.is_adapter:
-        fix = "set `method.kind: lora`, or use `method.quantize: none`"
-        fix = fix if saved is None else "set `method.kind: lora`, or use the unquantised model"
-        raise UserError(
+        instead = "use `method.quantize: none`" if saved is None else "use the unquantised model"
+        raise inputs.error(
+            "method.quantize" if saved is None else "method.kind",
             f"a quantised model cannot be trained by {method.title}: its weights cannot change",
-            where=inputs.where("method.quantize" if saved is None else "method.kind"),
-            fix=fix,
+            fix=f"set `method.kind: lora`, or {instead}",
         )
     if kind == "nf4" and inputs.device.kind == "mps":
-        raise UserError(
-            "nf4 is not tested on Apple GPUs",
-            where=inputs.where("method.quantize"),
-            fix="set `method.quantize: int8`, or train on a machine with an NVIDIA GPU: `tunewell notebook`",
-        )
+        fix = "set `method.quantize: int8`, or train on a machine with an NVIDIA GPU: `tunewell notebook`"
+        raise inputs.error("method.quantize", "nf4 is not tested on Apple GPUs", fix=fix)
     if (kind == "nf4" or saved is not None) and inputs.device.is_here and find_spec("bitsandbytes") is None:
+        or_int8 = "" if saved else "; or set `method.quantize: int8`, which needs no other package"
         raise UserError(
             f"{kind} on {inputs.device.label} needs `bitsandbytes`, which is not installed",
-            where=inputs.where("method.quantize") if saved is None else "`quantization_config` in its `config.json`",
-            fix=install_command("qlora")
-            + ("" if saved else "; or set `method.quantize: int8`, which needs no other package"),
+            where=inputs.where("method.quantize") if saved is None else _IN_MODEL,
+            fix=install_command("qlora") + or_int8,
         )
-    if saved is not None:
-        if inputs.config.method.keep:
-            raise UserError(
-                "`method.keep` has no effect: the model was saved quantised",
-                where=inputs.where("method.keep"),
-                fix="remove the setting, or use the unquantised model",
-            )
-        keep: list[str] = saved.get("llm_int8_skip_modules") or []
-        return QuantizedBase(kind=kind, keep=keep, because="the model was saved quantised", is_saved=True)
-    chosen = inputs.config.method.keep
-    keep = [] if chosen == "auto" else list(chosen)
-    return QuantizedBase(kind=kind, keep=keep, because=inputs.why("method.quantize"))
+    if saved is None:
+        keep = [] if settings.keep == "auto" else list(settings.keep)
+        return QuantizedBase(kind=kind, keep=keep, because=inputs.why("method.quantize"))
+    if settings.keep:
+        what = "`method.keep` has no effect: the model was saved quantised"
+        raise inputs.error("method.keep", what, fix="remove the setting, or use the unquantised model")
+    keep: list[str] = saved.get("llm_int8_skip_modules") or []
+    return QuantizedBase(kind=kind, keep=keep, because="the model was saved quantised", is_saved=True)
 
 
-def _require_no_keep(inputs: PlanInputs) -> None:
-    if inputs.config.method.keep:
+def _saved_kind(inputs: PlanInputs, saved: dict[str, Any]) -> Literal["nf4", "int8"]:
+    """Return how a model was saved quantised; raise UserError if it cannot be trained, or not with the setting."""
+    # Folders of 2023 have no `quant_method`.
+    is_old = saved.get("load_in_4bit") or saved.get("load_in_8bit")
+    if (tool := saved.get("quant_method", "bitsandbytes" if is_old else "unknown")) != "bitsandbytes":
         raise UserError(
-            "`method.keep` is set, but the base model is not quantised",
-            where=inputs.where("method.keep"),
-            fix="set `method.quantize: nf4` or `int8`, or remove `method.keep`",
+            f"the model was saved quantised with {tool}, which cannot be trained",
+            where=_IN_MODEL,
+            fix="use the unquantised model; `method.quantize: nf4` makes it as small",
         )
+    kind, setting = "int8" if saved.get("load_in_8bit") else "nf4", inputs.config.method.quantize
+    if setting not in ("none", kind):
+        what = f"the model was saved in {kind}, and `method.quantize` is `{setting}`"
+        raise inputs.error("method.quantize", what, fix="remove the setting, or use the unquantised model")
+    return kind
 
 
 def choose_attention(inputs: PlanInputs, precision: Precision) -> Chosen[Attention]:
     """Choose the attention kernel; raise UserError if `flash` is requested and cannot run."""
-    device, setting = inputs.device, inputs.config.train.attention
+    device, setting, obstacle = inputs.device, inputs.config.train.attention, ""
     if device.kind != "cuda":
         obstacle = f"the flash kernel runs on CUDA only, and this is {device.label}"
     elif not device.has_flash:
         obstacle = f"the flash kernel needs an NVIDIA GPU of the Ampere generation or later, and this is {device.label}"
     elif precision == "fp32":
         obstacle = "the flash kernel computes in bf16 or fp16, not in fp32"
-    else:
-        obstacle = None
     if setting == "flash" and obstacle:
-        raise _error(inputs, "train.attention", "flash attention cannot be used", obstacle)
+        what = f"flash attention cannot be used: {obstacle}"
+        raise inputs.error("train.attention", what, fix="set `train.attention: auto`")
     if setting != "auto":
-        return Chosen[Attention](value=setting, because=inputs.why("train.attention"))
+        return inputs.choice("train.attention")
     if obstacle:
-        return Chosen[Attention](value="sdpa", because=obstacle)
-    return Chosen[Attention](value="flash", because="the fastest on this GPU; it keeps packed documents apart")
+        return Chosen("sdpa", because=obstacle)
+    return Chosen("flash", because="the fastest on this GPU; it keeps packed documents apart")
 
 
 def choose_threads(inputs: PlanInputs) -> Chosen[int]:
     """Return the configured or measured number of threads, or all cores if the run uses a GPU."""
     setting, cores = inputs.config.train.threads, num_cores()
     if setting != "auto":
-        return Chosen[int](value=setting, because=f"{inputs.why('train.threads')}; {count(cores, 'core')} available")
-    if inputs.threads is not None:
-        return inputs.threads
-    return Chosen[int](value=cores, because=f"{count(cores, 'core')} available; not measured")
+        return Chosen(setting, because=f"{inputs.why('train.threads')}; {count(cores, 'core')} available")
+    return inputs.threads or Chosen(cores, because=f"{count(cores, 'core')} available; not measured")
 
 
 def choose_compile(inputs: PlanInputs, attention: Attention) -> Chosen[Compile]:
     """Choose whether to compile the layers; raise UserError if compilation is requested and not possible."""
-    setting, obstacle = inputs.config.train.compile, None
+    setting, obstacle = inputs.config.train.compile, ""
     if inputs.device.kind != "cuda":
         obstacle = f"layers are compiled for CUDA only, and this run is on {inputs.device.label}"
     elif attention == "sdpa":
         obstacle = "`sdpa` attention has a different shape in each micro-batch"
     if obstacle and setting == "on":
-        raise _error(inputs, "train.compile", "layers cannot be compiled", obstacle)
+        what = f"layers cannot be compiled: {obstacle}"
+        raise inputs.error("train.compile", what, fix="set `train.compile: auto`")
     if setting != "auto":
-        return Chosen[Compile](value=setting, because=inputs.why("train.compile"))
+        return inputs.choice("train.compile")
     if obstacle:
-        return Chosen[Compile](value="off", because=obstacle)
-    return Chosen[Compile](value="auto", because="training starts uncompiled; layers are compiled once that saves time")
-
-
-def _error(inputs: PlanInputs, key: str, what: str, reason: str) -> UserError:
-    return UserError(f"{what}: {reason}", where=inputs.where(key), fix=f"set `{key}: auto`")
+        return Chosen("off", because=obstacle)
+    return Chosen("auto", because="training starts uncompiled; layers are compiled once that saves time")

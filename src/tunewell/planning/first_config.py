@@ -9,6 +9,7 @@ import yaml
 
 from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_data
 from tunewell.core.units import count
 from tunewell.data.corpus.held_out import MIN_AUTO, num_auto
 from tunewell.data.sources.base import is_url, split_limit
@@ -18,11 +19,7 @@ from tunewell.planning.plan import StartingPoint
 from tunewell.records.manifest import Manifest, too_few_to_judge
 
 _SHOWN_LABELS = 5
-_LONG_DOCUMENTS = {
-    "error": "`train` stops if a row is longer than the model can read; or: split, drop",
-    "split": "rows that are longer than the model can read are cut into pieces; or: drop, error",
-    "drop": "rows that are longer than the model can read are left out and counted; or: split, error",
-}
+_TEXTS = read_data(__file__, "recipes.toml")
 
 
 @dataclass(frozen=True)
@@ -35,20 +32,7 @@ class Recipe:
     optimizer: str = "adamw"
 
 
-_LORA = "small added matrices; or full: every weight, at about a tenth of the learning rate"
-RECIPES = {
-    "lora": Recipe("lora", _LORA),
-    "qlora": Recipe("lora", "small added matrices, here on a base model in 4 bits", quantize="nf4"),
-    "int8": Recipe("lora", "small added matrices, here on a base model in 8 bits", quantize="int8"),
-    "dora": Recipe("dora", "LoRA and a length for each row of a weight; a little slower"),
-    "full": Recipe("full", "every weight; 16 bytes of memory per parameter"),
-    "adamw8bit": Recipe("full", "every weight; 10 bytes of memory per parameter", optimizer="adamw8bit"),
-    "galore": Recipe("full", "every weight; gradients and moments have a low rank", optimizer="galore"),
-}
-_ABOUT_BASE = {
-    "nf4": "`train` measures what this costs; `keep: auto` keeps the costliest layers in 16 bits",
-    "int8": "`train` measures what this costs, which is nearly nothing",
-}
+RECIPES = {name: Recipe(**settings) for name, settings in _TEXTS["methods"].items()}
 
 
 def find_recipe(name: str) -> Recipe:
@@ -161,7 +145,7 @@ data:
 {"" if formats == "text" else template}
 packing:
   context_length: auto   # longest of the first rows: {count(lengths.max)} tokens, mean {lengths.mean:.0f}
-  long_documents: {result.long_documents}   # {_LONG_DOCUMENTS[result.long_documents]}
+  long_documents: {result.long_documents}   # {_TEXTS["long_documents"][result.long_documents]}
 
 method:
 {_method_text(result)}
@@ -180,11 +164,10 @@ def _method_text(result: InitResult) -> str:
     recipe, start = find_recipe(result.method), result.start
     lines = [f"kind: {recipe.kind}   # {recipe.about}"]
     if recipe.quantize != "none":
-        lines.append(f"quantize: {recipe.quantize}   # {_ABOUT_BASE[recipe.quantize]}")
+        lines.append(f"quantize: {recipe.quantize}   # {_TEXTS['quantize'][recipe.quantize]}")
     if METHODS.entry(recipe.kind).is_adapter:
-        lines += [
-            f"{name}: {own.value}   # {own.because}" for name, own in {"rank": start.rank, "alpha": start.alpha}.items()
-        ]
+        lines.append(f"rank: {start.rank.value}   # {start.rank.because}")
+        lines.append(f"alpha: {start.alpha.value}   # {start.alpha.because}")
     return "\n".join(f"  {line}" for line in lines)
 
 

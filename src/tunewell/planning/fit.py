@@ -1,11 +1,9 @@
 """Make a run fit: choose a micro-batch that fits, and list what else would, from the mildest change on (the ladder)."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.resources import files
 from itertools import product
 from operator import attrgetter, le
 from typing import Any
@@ -15,13 +13,14 @@ import numpy as np
 from tunewell.config.edit import as_scalar
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_data
 from tunewell.core.units import count, size_bytes
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
 from tunewell.machine.cards import Card, known_cards
 from tunewell.machine.facts import DeviceFacts
 from tunewell.model_files.shape import ModelShape
-from tunewell.planning.forecast import Measured, Outlook, predict, workload_of
+from tunewell.planning.forecast import MeasuredRun, Outlook, predict, workload_of
 from tunewell.planning.plan import ThreadMeasurement, plan_run
 from tunewell.planning.workload import Workload
 from tunewell.records.plan import Chosen, Plan
@@ -51,7 +50,7 @@ class Change:
     """Attributes of the `Workload`, and the values with which the change is possible."""
 
 
-_RAW = json.loads(files("tunewell.planning").joinpath("changes.json").read_text(encoding="utf-8"))
+_RAW = read_data(__file__, "changes.json")
 _LEVERS = [[Change(**own) for own in lever] for lever in _RAW["levers"]]
 _SMALLER, _SUPPORTED = Change(**_RAW["smaller"]), Change(**_RAW["supported"])
 
@@ -99,7 +98,7 @@ class Planner:
     shape: ModelShape
     measure_threads: ThreadMeasurement
     free_disk: int | None = None
-    measured: Measured | None = None
+    measured: MeasuredRun | None = None
     micro_batch: Chosen[int] | None = None
     """The measured micro-batch size; None if sizes were not compared."""
     sizes: tuple[tuple[int, float], ...] = ()
@@ -119,7 +118,7 @@ class Planner:
             if smaller is not None:
                 outlook, tokens = smaller, smaller.work.micro_tokens
                 because = f"the largest that fits in {size_bytes(self.device.free_bytes or 0)}"
-                plan = plan.model_copy(update={"micro_batch_tokens": Chosen[int](value=tokens, because=because)})
+                plan = plan.model_copy(update={"micro_batch_tokens": Chosen(tokens, because=because)})
         return plan.model_copy(update={"prediction": outlook.prediction}), order, outlook
 
     @property

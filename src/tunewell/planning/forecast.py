@@ -12,7 +12,7 @@ from tunewell.machine.facts import DeviceFacts, cpu_flops
 from tunewell.model_files.shape import ModelShape, read_shape
 from tunewell.planning.memory import Memory, compute_memory
 from tunewell.planning.speed import MeasuredSpeed, Speed, checkpoint_bytes, compute_speed
-from tunewell.planning.workload import EVERYDAY_TOKENS, Workload, make_workload
+from tunewell.planning.workload import EVERYDAY_TOKENS, Workload, sampled_steps
 from tunewell.records.plan import Plan
 from tunewell.records.prediction import DiskPrediction, MemoryPrediction, Prediction, TimePrediction
 
@@ -25,7 +25,7 @@ _MARGIN = 0.02
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """What real steps in a child process held and took."""
 
     peak_bytes: int
@@ -60,14 +60,16 @@ def workload_of(
     """Return the workload of a planned run."""
     split = corpus.manifest.splits["train"]
     held_out = corpus.held_out.index.get("length", np.zeros(0)) if len(corpus.held_out) else np.zeros(0)
-    return make_workload(
-        plan,
-        loaded.config,
+    return Workload(
         shape=shape,
+        config=loaded.config,
+        plan=plan,
         device=device,
-        order=order,
+        lengths=order.lengths,
+        step_lengths=sampled_steps(order),
         supervised_share=split.supervised / max(1, split.tokens),
         held_out_lengths=np.asarray(held_out, dtype=np.int64),
+        micro_tokens=plan.micro_batch_tokens.value,
         everyday_tokens=_everyday_tokens(corpus),
     )
 
@@ -83,7 +85,7 @@ def _everyday_tokens(corpus: Corpus) -> int:
 
 
 def predict(
-    work: Workload, *, measured: Measured | None = None, free_disk: int | None = None, flops: float | None = None
+    work: Workload, *, measured: MeasuredRun | None = None, free_disk: int | None = None, flops: float | None = None
 ) -> Outlook:
     """Predict the run. With `measured`, computed memory and time are corrected by what real steps needed.
 
@@ -127,12 +129,12 @@ def predict(
     return Outlook(prediction, work, memory, speed)
 
 
-def _corrected(work: Workload, measured: Measured, memory: Memory, *, is_compiled: bool) -> tuple[int, int]:
+def _corrected(work: Workload, measured: MeasuredRun, memory: Memory, *, is_compiled: bool) -> tuple[int, int]:
     """Return peak and needed bytes: those of the real steps, and the computed difference to the whole run."""
     is_like_run = work.largest_micro_batch <= measured.micro_tokens <= work.micro_tokens
     if measured.is_compiled == is_compiled and is_like_run:
         # On a CPU, the verdict after the steps needs more.
-        later = max(0, memory.phases["verdict"] - memory.phases["steps"]) if work.device.kind == "cpu" else 0
+        later = max(0, memory.phases["verdict"] - memory.phases["steps"]) if not work.is_gpu else 0
         return measured.peak_bytes + later, measured.needed_bytes + later
     sampled = compute_memory(work.with_micro_tokens(measured.micro_tokens), is_compiled=measured.is_compiled)
     peak = measured.peak_bytes + memory.peak_bytes - sampled.peak_bytes
@@ -146,7 +148,7 @@ def _architecture(work: Workload) -> str:
 
 def _disk(work: Workload, free_bytes: int | None) -> DiskPrediction:
     size = checkpoint_bytes(work)
-    kept = work.config.checkpoints.keep + (1 if len(work.held_out_lengths) else 0) + 1
+    kept = work.config.checkpoints.keep + (1 if work.num_held_out else 0) + 1
     weights, exports = work.shape.num_weights, 0
     for target in work.config.export.to:
         types = work.config.export.gguf if target in ("gguf", "ollama") else ()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from tunewell.config.prices import Activations
 from tunewell.planning.workload import Workload
-from tunewell.records.plan import Plan
 
 MiB = 1 << 20
 GiB = 1 << 30
@@ -82,32 +81,34 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
     head, workspace = _head_bytes(work, tokens, is_compiled=is_compiled), _workspace_bytes(work, tokens)
     graphs = _graph_bytes(work, tokens) if is_compiled else 0
     reserve = _reserve_bytes(work, activations, is_compiled=is_compiled)
-    base = {"cuda": CONTEXT_BYTES, "mps": _MPS_BYTES}.get(work.device.kind, PROCESS_BYTES)
+    small_reserve = min(reserve, _RESERVE_BYTES)
+    base = {"cuda": CONTEXT_BYTES, "mps": _MPS_BYTES, "cpu": PROCESS_BYTES}[work.device.kind]
     base_name = "CUDA context" if work.device.kind == "cuda" else "process"
     # Logits are computed before the backward pass needs its workspace.
     at_once = max(head, workspace)
     evaluation = _evaluation_bytes(work, tokens)
     generation = _generation_bytes(work, work.config.evaluate.samples)
-    answers = _generation_bytes(work, min(work.config.verdict.questions, len(work.held_out_lengths)))
+    answers = _generation_bytes(work, min(work.config.verdict.questions, work.num_held_out))
     held = fixed["weights"] + fixed["adapter"] + base
     # Gradients of a single micro-batch appear while its activations are freed.
     is_single = work.mean_micro_batches <= 1.0 and not work.is_adapter
-    while_backward = max(activations + at_once, fixed["gradients"] + workspace) if is_single else None
-    step = activations + at_once + fixed["gradients"] if while_backward is None else while_backward
+    step = activations + at_once + fixed["gradients"]
+    if is_single:
+        step = max(activations + at_once, fixed["gradients"] + workspace)
     phases = {
         "load": held + _load_bytes(work) - fixed["adapter"],
         "steps": held + fixed["optimizer"] + step + graphs + reserve,
-        "evaluation": held + fixed["optimizer"] + evaluation + min(reserve, _RESERVE_BYTES),
-        "verdict": held + max(evaluation, answers) + min(reserve, _RESERVE_BYTES),
+        "evaluation": held + fixed["optimizer"] + evaluation + small_reserve,
+        "verdict": held + max(evaluation, answers) + small_reserve,
     }
-    if work.device.kind == "cpu" and work.config.verdict.after_training and len(work.held_out_lengths):
+    if not work.is_gpu and work.config.verdict.after_training and work.num_held_out:
         # Freed memory stays in the process, and the verdict loads the model again: 1,438 MiB became 1,715 (135M, GGUF).
         # Its batches need new memory if they are larger than those of the steps: 823 MiB became 1,249 (31M).
         batch = _evaluation_bytes(work, _VERDICT_TOKENS, is_everyday=True)
         again = _load_bytes(work) + (batch if batch > activations else 0)
         phases["verdict"] = max(phases["verdict"], phases["steps"] + again)
     if work.config.evaluate.samples:
-        phases["generation"] = held + fixed["optimizer"] + generation + min(reserve, _RESERVE_BYTES)
+        phases["generation"] = held + fixed["optimizer"] + generation + small_reserve
     parts = {
         **fixed,
         "activations": activations,
@@ -120,7 +121,7 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         "generation": generation,
     }
     if cached := _cached_weight_bytes(work, held):
-        cached += held + max(fixed["optimizer"] + generation, answers) + min(reserve, _RESERVE_BYTES)
+        cached += held + max(fixed["optimizer"] + generation, answers) + small_reserve
     reserve = reserve if max(phases, key=lambda name: phases[name]) == "steps" else 0
     return Memory(parts, phases, reserve, _host(work), cached)
 
@@ -136,9 +137,9 @@ def _cached_weight_bytes(work: Workload, held: int) -> int:
     config, free = work.config, work.device.free_bytes
     has_answers = config.evaluate.samples or (config.verdict.after_training and config.verdict.questions)
     # Without prompts, all tokens are supervised, and there is nothing to answer.
-    if not has_answers or not len(work.held_out_lengths) or work.supervised_share >= 1:
+    if not has_answers or not work.num_held_out or work.supervised_share >= 1:
         return 0
-    if work.quantization == "none" or work.device.kind == "cpu" or free is None:
+    if work.quantization == "none" or not work.is_gpu or free is None:
         return 0
     size = _num_quantized(work) * work.compute_bytes
     return size if 2 * size <= free - held else 0
@@ -171,28 +172,27 @@ def _layer_bytes(work: Workload, tokens: int, *, is_compiled: bool) -> float:
     eager = _AUTOCAST if work.has_casts else own
     total = tokens * _per_token(work, _COMPILED if is_compiled else eager)
     total += tokens * own.rank * work.config.method.rank * work.compute_bytes  # between the matrices of an adapter
-    if work.device.kind == "cpu" and work.precision == "fp32":
+    if not work.is_gpu and work.precision == "fp32":
         context = min(work.mean_context, _CPU_MAX_KEYS)
         keys = context if context <= _CPU_BLOCK else (context + _CPU_BLOCK) / 2
         total += tokens * work.shape.num_heads * keys * 4
-    if work.plan.attention.value == "sdpa" and work.device.kind != "cpu":
+    if work.plan.attention.value == "sdpa" and work.is_gpu:
         total += tokens * work.shape.query_size * work.compute_bytes
     return total
 
 
 def _activation_bytes(work: Workload, tokens: int, *, is_compiled: bool) -> int:
     shape, mode = work.shape, work.config.train.recompute
-    layer, casts = _layer_bytes(work, tokens, is_compiled=is_compiled), 0
-    if work.has_casts:
-        casts = 2 * shape.num_linear_weights
+    layer = _layer_bytes(work, tokens, is_compiled=is_compiled)
+    casts = 2 * shape.num_linear_weights if work.has_casts else 0
     stream = tokens * shape.hidden_size * (4 if work.has_casts else work.compute_bytes)
     if mode == "offload" and work.device.kind == "cuda":
         return int(3 * stream + layer + casts)
     if mode != "off":  # elsewhere, `offload` has no second memory
         return int(shape.num_layers * stream + layer + casts)
-    lowest = 0
-    if work.config.method.layers != "all" and not work.config.method.modules_to_save:
-        lowest = min(work.config.method.layers, default=0)  # layers below save nothing
+    method, lowest = work.config.method, 0
+    if method.layers != "all" and not method.modules_to_save:
+        lowest = min(method.layers, default=0)  # layers below save nothing
     return int((shape.num_layers - lowest) * layer + stream + casts)
 
 
@@ -222,12 +222,12 @@ def _workspace_bytes(work: Workload, tokens: int) -> int:
 def _graph_bytes(work: Workload, tokens: int) -> int:
     """Return the memory that CUDA graphs add: inputs and gradients of the layers that cannot be shared."""
     flop = 6 * work.shape.num_linear_weights / work.shape.num_layers * tokens
-    uses_graphs = flop < _LAUNCH_BOUND_FLOP and work.config.train.recompute == "off" and not work.config.method.dropout
+    uses_graphs = flop < _LAUNCH_BOUND_FLOP and not work.recomputes and not work.config.method.dropout
     return int(0.1 * work.shape.num_layers * tokens * _per_token(work, _COMPILED)) if uses_graphs else 0
 
 
 def _reserve_bytes(work: Workload, activations: int, *, is_compiled: bool) -> int:
-    if work.device.kind == "cpu":
+    if not work.is_gpu:
         return int(_CPU_RESERVE_SHARE * activations)
     if is_compiled:
         return min(int(_RESERVE_SHARE["compiled"] * activations), _COMPILED_RESERVE_BYTES) + _RESERVE_BYTES
@@ -240,7 +240,7 @@ def _evaluation_bytes(work: Workload, tokens: int, *, is_everyday: bool = False)
     Everyday text has more tokens than the held-out rows of a small set.
     """
     shape, size = work.shape, work.compute_bytes
-    held_out = int(work.held_out_lengths.sum()) if len(work.held_out_lengths) else 0
+    held_out = int(work.held_out_lengths.sum()) if work.num_held_out else 0
     tokens = min(tokens, held_out) if held_out and not is_everyday else tokens
     layer = tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * shape.query_size) * size
     return layer + _head_bytes(work, tokens, is_compiled=False)
@@ -249,7 +249,7 @@ def _evaluation_bytes(work: Workload, tokens: int, *, is_everyday: bool = False)
 def _generation_bytes(work: Workload, questions: int) -> int:
     """Return the KV cache of answers that are generated together, and logits for one token of each."""
     shape, size = work.shape, work.compute_bytes
-    if not len(work.held_out_lengths) or not questions:
+    if not work.num_held_out or not questions:
         return 0
     longest = int(work.held_out_lengths.max()) + work.config.evaluate.sample_tokens
     tokens = max(longest, min(_ANSWER_TOKENS, questions * longest))
@@ -259,7 +259,7 @@ def _generation_bytes(work: Workload, questions: int) -> int:
 
 def _load_bytes(work: Workload) -> int:
     """Return what loading needs beyond the weights: on a CPU, the mapped file and a copy of one tensor."""
-    if work.device.kind != "cpu":
+    if work.is_gpu:
         return 0
     table = work.shape.vocab_size * work.shape.hidden_size * 4
     return (work.shape.file_bytes or 0) + table
@@ -270,7 +270,7 @@ def _host(work: Workload) -> int | None:
     if not work.is_gpu:
         return None
     total, plan = PROCESS_BYTES + GiB, work.plan
-    if _is_quantized_here(plan):
+    if plan.quantized is not None and not plan.quantized.is_saved:
         total += work.shape.num_weights * 2
     if work.config.train.recompute == "offload":
         size = work.largest_micro_batch * work.shape.hidden_size * work.compute_bytes
@@ -278,7 +278,3 @@ def _host(work: Workload) -> int | None:
         block = -(-size // _PINNED_BYTES) * _PINNED_BYTES
         total += -(-work.shape.num_layers // (block // size)) * block
     return total
-
-
-def _is_quantized_here(plan: Plan) -> bool:
-    return plan.quantized is not None and not plan.quantized.is_saved

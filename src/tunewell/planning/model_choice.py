@@ -13,7 +13,6 @@ from tunewell.config.schema import Config
 from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
-from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.held_out import num_auto
 from tunewell.data.row_statistics import LANGUAGES, RowStatistics
 from tunewell.machine.machine import Machine
@@ -22,8 +21,8 @@ from tunewell.model_files.shape import ModelShape
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.fit import smaller_micro_batch
 from tunewell.planning.forecast import Outlook, predict
-from tunewell.planning.plan import choose_batch, plan_training, starting_point
-from tunewell.planning.workload import make_workload
+from tunewell.planning.plan import plan_documents, starting_point
+from tunewell.planning.workload import Workload, sampled_steps
 from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TokenizerRecord
 from tunewell.records.plan import Chosen
 from tunewell.records.prediction import MemoryPrediction
@@ -31,6 +30,8 @@ from tunewell.records.prediction import MemoryPrediction
 _PATIENCE_SECONDS = (1800.0, 4 * 3600.0)
 """The recommended model trains in half an hour, because a first run shows mistakes in the rows, which the next run
 corrects. With more than 1,800 rows, the limit is one second per row, at most four hours."""
+_IN_JSON = ("license", "kind", "languages", "num_languages", "context", "good_for")
+"""Fields of a model of the catalogue."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class ModelNeeds:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object in `models --json`."""
-        prediction, entry = self.outlook.prediction if self.outlook else None, self.model
+        prediction = self.outlook.prediction if self.outlook else None
         return {
             "name": self.name,
             "parameters": self.num_parameters,
@@ -82,13 +83,8 @@ class ModelNeeds:
             "seconds": prediction.seconds.model_dump(include={"low", "expected", "high"}) if prediction else None,
             "download_bytes": self.download_bytes,
             "on_disk": self.where or None,
-            "license": entry.license if entry else None,
-            "gated": entry.is_gated if entry else None,
-            "kind": entry.kind if entry else None,
-            "languages": list(entry.languages) if entry else None,
-            "num_languages": entry.num_languages if entry else None,
-            "context": entry.context if entry else None,
-            "good_for": entry.good_for if entry else None,
+            "gated": self.model.is_gated if self.model else None,
+            **{name: getattr(self.model, name, None) for name in _IN_JSON},
         }
 
 
@@ -113,20 +109,19 @@ def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: M
         _manifest(lengths, len(held_out), shape, rows.supervised_share),
         device,
         shape.num_weights,
-        threads=Chosen[int](value=machine.cores, because="the cores of this machine"),
+        threads=Chosen(machine.cores, because="the cores of this machine"),
     )
-    batch = choose_batch(inputs)
-    order = DataOrder(lengths, 0, "", batch_tokens=batch.tokens.value, batch_documents=batch.documents.value)
-    num_steps = order.num_steps(config.train.epochs)
-    plan = plan_training(inputs, batch=batch, num_steps=num_steps, epochs=config.train.epochs)
-    work = make_workload(
-        plan,
-        config,
+    plan, order = plan_documents(inputs, lengths)
+    work = Workload(
         shape=shape,
+        config=config,
+        plan=plan,
         device=device,
-        order=order,
+        lengths=lengths,
+        step_lengths=sampled_steps(order),
         supervised_share=rows.supervised_share,
         held_out_lengths=held_out,
+        micro_tokens=plan.micro_batch_tokens.value,
     )
     forecast = partial(predict, flops=machine.flops)
     outlook = forecast(work)

@@ -9,11 +9,10 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from tunewell.config.extensions import METHODS, OPTIMIZERS
-from tunewell.config.fields import MethodName
 from tunewell.config.load import LoadedConfig
+from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.plugins import used_plugins
 from tunewell.core.units import count
@@ -48,16 +47,13 @@ _SHORT_RUN = 10
 _LARGE_MODEL = 3_000_000_000
 _WHY_FULL_RATE = ", about a tenth of LoRA's, because it changes every weight"
 
-Schedule = Literal["cosine", "linear", "constant"]
-_Limit = Chosen[int | None]
-
 
 @dataclass(frozen=True)
-class Batch:
+class StepSize:
     """The size of an optimizer step, as a limit on tokens or on documents; the other limit is None."""
 
-    tokens: _Limit
-    documents: _Limit
+    tokens: Chosen[int | None]
+    documents: Chosen[int | None]
 
 
 ThreadMeasurement = Callable[[Sequence[tuple[int, int, int]]], Chosen[int]]
@@ -82,15 +78,20 @@ def plan_run(
         threads = measure_threads([(512, width, width), (512, width, 3 * width), (512, 3 * width, width)])
     launched, saved = launcher_precision(), facts.quantization
     inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads, launched, saved)
-    batch = choose_batch(inputs)
+    return plan_documents(inputs, corpus.index["length"].astype("int64"), order=order)
+
+
+def plan_documents(inputs: PlanInputs, lengths: Ints, *, order: DataOrder | None = None) -> tuple[Plan, DataOrder]:
+    """Plan a run on documents of these lengths, and their order."""
+    train, batch = inputs.config.train, choose_batch(inputs)
     order = order or DataOrder(
-        lengths=corpus.index["length"].astype("int64"),
-        seed=config.seed,
-        corpus_sha256=corpus.manifest.corpus_sha256,
+        lengths,
+        inputs.config.seed,
+        inputs.manifest.corpus_sha256,
         batch_tokens=batch.tokens.value,
         batch_documents=batch.documents.value,
     )
-    num_steps = config.train.max_steps or order.num_steps(config.train.epochs)
+    num_steps = train.max_steps or order.num_steps(train.epochs)
     epochs = round(order.epochs_after(num_steps), 4)
     return plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs), order
 
@@ -101,7 +102,7 @@ def launcher_precision() -> str | None:
     return None if launched == "no" else launched
 
 
-def choose_batch(inputs: PlanInputs) -> Batch:
+def choose_batch(inputs: PlanInputs) -> StepSize:
     """Choose the size of an optimizer step; raise UserError if two settings contradict each other."""
     train, longest, epoch_tokens = inputs.config.train, inputs.manifest.lengths.max, inputs.split.tokens
     if train.batch_documents is not None:
@@ -111,24 +112,23 @@ def choose_batch(inputs: PlanInputs) -> Batch:
                 where=f"{inputs.where('train.batch_tokens')}, {inputs.where('train.batch_documents')}",
                 fix="remove one of them",
             )
-        return Batch(
-            tokens=_Limit(value=None, because="`train.batch_documents` is set instead"),
-            documents=_Limit(value=train.batch_documents, because=inputs.why("train.batch_documents")),
-        )
-    unlimited = _Limit(value=None, because="`train.batch_tokens` sets the size of a step")
+        by_documents = Chosen(None, because="`train.batch_documents` is set instead")
+        return StepSize(by_documents, inputs.choice("train.batch_documents"))
+    unlimited = Chosen(None, because="`train.batch_tokens` sets the size of a step")
     if train.batch_tokens == "auto":
-        return Batch(_automatic_batch(epoch_tokens, longest), unlimited)
+        return StepSize(_automatic_batch(epoch_tokens, longest), unlimited)
     because = inputs.why("train.batch_tokens")
     if longest > train.batch_tokens:
         because += f"; a longer document (up to {count(longest)} tokens) is one step"
-    return Batch(_Limit(value=train.batch_tokens, because=because), unlimited)
+    return StepSize(Chosen(train.batch_tokens, because=because), unlimited)
 
 
-def _automatic_batch(epoch_tokens: int, longest: int) -> _Limit:
+def _automatic_batch(epoch_tokens: int, longest: int) -> Chosen[int | None]:
     minimum, maximum = _BATCH_LIMITS
     share = epoch_tokens // _STEPS_PER_EPOCH // _BATCH_UNIT * _BATCH_UNIT
-    value = max(min(max(share, minimum), maximum), longest)
-    if value == longest and longest > min(max(share, minimum), maximum):
+    value = min(max(share, minimum), maximum)
+    if longest > value:
+        value = longest
         because = f"the longest document has {count(longest)} tokens, and documents are not split"
     elif share < minimum:
         because = f"the minimum: smaller steps have noisy gradients (an epoch has {count(epoch_tokens)} tokens)"
@@ -136,10 +136,10 @@ def _automatic_batch(epoch_tokens: int, longest: int) -> _Limit:
         because = f"the maximum; an epoch of {count(epoch_tokens)} tokens still has many steps"
     else:
         because = f"it gives at least {_STEPS_PER_EPOCH} steps per epoch of {count(epoch_tokens)} tokens"
-    return _Limit(value=value, because=because)
+    return Chosen(value, because=because)
 
 
-def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: float) -> Plan:
+def plan_training(inputs: PlanInputs, *, batch: StepSize, num_steps: int, epochs: float) -> Plan:
     """Return the plan; raise UserError if a setting cannot work on this device or with these documents."""
     config = inputs.config
     if config.model is None:
@@ -164,13 +164,13 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
         precision=precision,
         attention=attention,
         threads=choose_threads(inputs),
-        method=Chosen[MethodName](value=config.method.kind, because=inputs.why("method.kind")),
+        method=inputs.choice("method.kind"),
         quantized=choose_quantization(inputs),
         learning_rate=choose_learning_rate(inputs),
-        schedule=Chosen[Schedule](value=config.train.schedule, because=inputs.why("train.schedule")),
+        schedule=inputs.choice("train.schedule"),
         warmup_steps=_warmup_steps(inputs, num_steps),
         num_steps=_num_steps(inputs, batch, num_steps),
-        epochs=Chosen[float](value=epochs, because=why_epochs),
+        epochs=Chosen(epochs, because=why_epochs),
         batch_tokens=batch.tokens,
         batch_documents=batch.documents,
         micro_batch_tokens=_micro_batch(inputs, batch),
@@ -191,7 +191,7 @@ def choose_learning_rate(inputs: PlanInputs) -> Chosen[float]:
     if setting != "auto":
         is_high = not method.is_adapter and not is_new and setting > 5 * default
         remark = f"; high for {method.title}, whose default is {default:g}" if is_high else ""
-        return Chosen[float](value=setting, because=inputs.why("train.learning_rate") + remark)
+        return Chosen(setting, because=inputs.why("train.learning_rate") + remark)
     because = f"the default for {method.title}"
     if is_new:
         because = "the model starts from random weights"
@@ -199,14 +199,14 @@ def choose_learning_rate(inputs: PlanInputs) -> Chosen[float]:
         because += _WHY_FULL_RATE
     if optimizer.rate_reason:
         because += f"; times {optimizer.rate_factor:g}: {optimizer.rate_reason}"
-    return Chosen[float](value=default, because=because)
+    return Chosen(default, because=because)
 
 
-def _num_steps(inputs: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:
+def _num_steps(inputs: PlanInputs, batch: StepSize, num_steps: int) -> Chosen[int]:
     train = inputs.config.train
     if train.max_steps is not None:
         instead = "; `train.epochs` is ignored" if inputs.is_set("train.epochs") else ""
-        return Chosen[int](value=num_steps, because=f"`train.max_steps`, {inputs.why('train.max_steps')}{instead}")
+        return Chosen(num_steps, because=f"`train.max_steps`, {inputs.why('train.max_steps')}{instead}")
     bound = (
         count(batch.documents.value, "document")
         if batch.documents.value
@@ -214,7 +214,7 @@ def _num_steps(inputs: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:
     )
     passes = f"{train.epochs:g} {'epoch' if train.epochs == 1 else 'epochs'}"
     documents = count(inputs.split.documents, "document")
-    return Chosen[int](value=num_steps, because=f"{passes} of {documents}, at most {bound} per step")
+    return Chosen(num_steps, because=f"{passes} of {documents}, at most {bound} per step")
 
 
 def _warmup_steps(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
@@ -223,27 +223,27 @@ def _warmup_steps(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
         steps = math.ceil(warmup)
         if steps >= num_steps > 1:
             because += f"; the run has only {count(num_steps, 'step')}, so the learning rate never reaches its peak"
-        return Chosen[int](value=steps, because=because)
+        return Chosen(steps, because=because)
     # Round before taking the ceiling, because 0.07 * 100 is slightly more than 7.
     exact = round(warmup * num_steps, 9)
     steps = math.ceil(exact) if num_steps >= _SHORT_RUN else round(exact)
-    return Chosen[int](value=steps, because=f"{warmup * 100:g}% of {count(num_steps, 'step')}, {because}")
+    return Chosen(steps, because=f"{warmup * 100:g}% of {count(num_steps, 'step')}, {because}")
 
 
-def _micro_batch(inputs: PlanInputs, batch: Batch) -> Chosen[int]:
+def _micro_batch(inputs: PlanInputs, batch: StepSize) -> Chosen[int]:
     setting, longest = inputs.config.train.micro_batch_tokens, inputs.manifest.lengths.max
     if setting != "auto":
         because = inputs.why("train.micro_batch_tokens")
         if longest > setting:
             because += f"; a longer document (up to {count(longest)} tokens) is computed alone"
-        return Chosen[int](value=setting, because=because)
+        return Chosen(setting, because=because)
     default, because = _default_micro_batch(inputs)
     step_tokens = batch.tokens.value or min((batch.documents.value or 1) * longest, inputs.split.tokens)
     if step_tokens <= default:
         default, because = step_tokens, f"a whole step fits: it has at most {count(step_tokens)} tokens"
     if longest > default:
         default, because = longest, f"the longest document has {count(longest)} tokens, and documents are not split"
-    return Chosen[int](value=default, because=because)
+    return Chosen(default, because=because)
 
 
 def _default_micro_batch(inputs: PlanInputs) -> tuple[int, str]:
@@ -260,28 +260,26 @@ def _default_micro_batch(inputs: PlanInputs) -> tuple[int, str]:
 def _evaluate_every(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
     setting = inputs.config.evaluate.every_steps
     if setting != "auto":
-        return Chosen[int](value=setting, because=inputs.why("evaluate.every_steps"))
+        return inputs.choice("evaluate.every_steps")
     held_out = inputs.manifest.splits.get("held_out")
     without = "" if held_out and held_out.documents else "; no rows are held out, so there is nothing to evaluate"
     every = max(1, math.ceil(num_steps / _EVALUATIONS))
     evaluations = math.ceil(num_steps / every)
-    return Chosen[int](
-        value=every, because=f"{count(evaluations, 'evaluation')} in {count(num_steps, 'step')}{without}"
-    )
+    return Chosen(every, because=f"{count(evaluations, 'evaluation')} in {count(num_steps, 'step')}{without}")
 
 
 def _save_every(inputs: PlanInputs, num_steps: int, evaluate_every: int) -> Chosen[int]:
     setting = inputs.config.checkpoints.every_steps
     if setting != "auto":
-        return Chosen[int](value=setting, because=inputs.why("checkpoints.every_steps"))
+        return inputs.choice("checkpoints.every_steps")
     # A multiple of the evaluation interval, so that every checkpoint has a held-out loss.
     every = evaluate_every * math.ceil(_MIN_SAVE_STEPS / evaluate_every)
     if every >= num_steps:
-        return Chosen[int](value=num_steps, because=f"a run of {count(num_steps, 'step')} is saved once, at the end")
+        return Chosen(num_steps, because=f"a run of {count(num_steps, 'step')} is saved once, at the end")
     if every == evaluate_every:
-        return Chosen[int](value=every, because="at every evaluation")
+        return Chosen(every, because="at every evaluation")
     evaluations = count(every // evaluate_every)
-    return Chosen[int](value=every, because=f"every {evaluations} evaluations: saving more often costs time")
+    return Chosen(every, because=f"every {evaluations} evaluations: saving more often costs time")
 
 
 # Choose epochs, learning rate and LoRA rank for a first run from the number of rows and the size of the model.
@@ -315,10 +313,10 @@ def starting_point(
     why_epochs = "enough, so each is shown once" if epochs == 1 else f"few, so each is shown {epochs} times"
     why_rank = f"enough capacity for {rows}" if rank == 16 else f"{rows} need more than rank 16"
     return StartingPoint(
-        epochs=Chosen[float](value=epochs, because=f"{rows} are {why_epochs}"),
-        learning_rate=Chosen[float](value=rate, because=_why_rate(num_parameters, method, optimizer)),
-        rank=Chosen[int](value=rank, because=why_rank),
-        alpha=Chosen[int](value=2 * rank, because="twice the rank; change both together"),
+        epochs=Chosen(epochs, because=f"{rows} are {why_epochs}"),
+        learning_rate=Chosen(rate, because=_why_rate(num_parameters, method, optimizer)),
+        rank=Chosen(rank, because=why_rank),
+        alpha=Chosen(2 * rank, because="twice the rank; change both together"),
     )
 
 

@@ -1,7 +1,7 @@
 """The result of `tunewell plan`: the prediction, the ladder, other cards, and the object that `--json` prints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tunewell.core.html import render
@@ -14,6 +14,15 @@ from tunewell.records.plan import Chosen, Plan, QuantizedBase
 from tunewell.records.prediction import Prediction
 
 EXIT_DOES_NOT_FIT = 2
+
+
+def first_fitting(ladder: Sequence[Rung]) -> Rung | None:
+    """Return the mildest change with which a run fits, or None."""
+    return next((rung for rung in ladder if rung.fits), None)
+
+
+def _cost(price: float | None, prediction: Prediction | None) -> float | None:
+    return price * prediction.seconds.expected / 3600 if price is not None and prediction else None
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,11 @@ class CardRow:
     @property
     def chosen(self) -> Rung | None:
         """The mildest change with which the run fits."""
-        return next((rung for rung in self.ladder if rung.fits), None)
+        return first_fitting(self.ladder)
 
     @property
     def cost(self) -> float | None:
-        if self.price is None or self.prediction is None:
-            return None
-        return self.price * self.prediction.seconds.expected / 3600
+        return _cost(self.price, self.prediction)
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,12 @@ class PlanResult:
     num_parameters: int
     device: DeviceFacts
     tokens_per_second: float
-    ladder: list[Rung] = field(default_factory=list[Rung])
-    cards: list[CardRow] = field(default_factory=list[CardRow])
+    ladder: Sequence[Rung] = ()
+    cards: Sequence[CardRow] = ()
     card: Card | None = None
     """The first of the cards on which the run fits, or fits with changes; `ladder` is for this card."""
-    fitting_cards: list[str] = field(default_factory=list[str])
-    notes: list[str] = field(default_factory=list[str])
+    fitting_cards: Sequence[str] = ()
+    notes: Sequence[str] = ()
     advice: Advice | None = None
     price: float | None = None
     """Of this machine per hour."""
@@ -76,7 +83,7 @@ class PlanResult:
     @property
     def chosen(self) -> Rung | None:
         """The mildest change with which the run fits."""
-        return next((rung for rung in self.ladder if rung.fits), None)
+        return first_fitting(self.ladder)
 
     @property
     def exit_code(self) -> int:
@@ -87,7 +94,7 @@ class PlanResult:
 
     @property
     def cost(self) -> float | None:
-        return None if self.price is None else self.price * self.prediction.seconds.expected / 3600
+        return _cost(self.price, self.prediction)
 
     @property
     def time_range(self) -> str:
@@ -111,9 +118,9 @@ class PlanResult:
             "micro_batches": [{"tokens": tokens, "tokens_per_second": rate} for tokens, rate in self.sizes],
             "cost": self.cost,
             "device": self.device.label,
-            "plan": {
-                name: value.model_dump() for name, value in self.plan if isinstance(value, Chosen | QuantizedBase)
-            },
+            "plan": self.plan.model_dump(
+                include={name for name, value in self.plan if isinstance(value, Chosen | QuantizedBase)}
+            ),
             "ladder": [rung.as_json() for rung in self.ladder],
             "fits_on": self.fitting_cards,
             "cards": [

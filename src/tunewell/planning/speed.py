@@ -123,7 +123,7 @@ def token_flops(work: Workload) -> tuple[float, float]:
         trained = 1.0 if work.config.method.layers == "all" else work.num_trained_base_weights / shape.num_weights
         return forward * 2 + 2 * (body + head) * trained + attention, forward
     total = 4 * body + 4 * head + 6 * work.num_adapter_weights + 3 * attention
-    if work.config.train.recompute != "off":
+    if work.recomputes:
         total += 2 * body + attention
     return total, forward
 
@@ -138,23 +138,18 @@ def micro_batch_seconds(work: Workload, rates: Rates, tokens: float, *, is_compi
     """Return the seconds of the forward and backward pass of a micro-batch."""
     flops, _ = token_flops(work)
     layers = work.shape.num_layers
-    if work.device.kind == "cpu":
+    if not work.is_gpu:
         return tokens * flops / rates.flops + layers * _CPU_LAYER_SECONDS
-    passes = _PASSES["compiled" if is_compiled else "eager"] * (1.3 if work.config.train.recompute != "off" else 1.0)
+    passes = _PASSES["compiled" if is_compiled else "eager"] * (1.3 if work.recomputes else 1.0)
     # Logits are written and read about six times.
     logits = 6 * work.shape.vocab_size * work.supervised_share * work.compute_bytes
     moved = tokens * (passes * _saved_per_token(work) + logits)
     seconds = tokens * flops / rates.flops + moved / rates.bytes_per_second
     if work.quantization != "none":  # weights are dequantised in the forward and in the backward pass
-        num_passes = 3 if work.config.train.recompute != "off" else 2
+        num_passes = 3 if work.recomputes else 2
         seconds += num_passes * 3.5 * work.shape.num_linear_weights / rates.bytes_per_second
-    launches = layers * _LAUNCH_SECONDS * (1.3 if work.config.train.recompute != "off" else 1.0)
+    launches = layers * _LAUNCH_SECONDS * (1.3 if work.recomputes else 1.0)
     return seconds + layers * _COMPILED_LAYER_SECONDS if is_compiled else max(seconds, launches)
-
-
-def _update_seconds(work: Workload, rates: Rates) -> float:
-    """Return the seconds of an optimizer update: each weight, gradient and moment is read and written."""
-    return work.num_trainable * OPTIMIZERS.entry(work.config.train.optimizer).update_bytes / rates.bytes_per_second
 
 
 def step_seconds(work: Workload, rates: Rates, *, is_compiled: bool) -> float:
@@ -164,8 +159,10 @@ def step_seconds(work: Workload, rates: Rates, *, is_compiled: bool) -> float:
     total = sum(
         number * micro_batch_seconds(work, rates, size, is_compiled=is_compiled) for size, number in sizes.items()
     )
-    fixed = _CPU_STEP_SECONDS if work.device.kind == "cpu" else 0.0
-    return total / len(groups) + fixed + _update_seconds(work, rates)
+    fixed = 0.0 if work.is_gpu else _CPU_STEP_SECONDS
+    # An update reads and writes each weight, gradient and moment.
+    moved = work.num_trainable * OPTIMIZERS.entry(work.config.train.optimizer).update_bytes
+    return total / len(groups) + fixed + moved / rates.bytes_per_second
 
 
 def compute_speed(work: Workload, cpu_flops: float, *, measured: "MeasuredSpeed | None" = None) -> Speed:
@@ -178,13 +175,15 @@ def compute_speed(work: Workload, cpu_flops: float, *, measured: "MeasuredSpeed 
     steps = _steps(work, rates, eager, compiled, known)
     phases = {"start": known.start or _START_SECONDS[work.device.kind], "prepare": 0.5}
     phases["load"] = known.load or _load_seconds(work)
-    phases["check"] = known.check or _check_seconds(work, rates)
+    # The packing check computes a few documents: packed, alone and with transformers' attention.
+    phases["check"] = known.check or 0.5 + 15 * work.mean_context * token_flops(work)[1] / rates.flops
     if steps.compile_seconds:
         phases["compile"] = steps.compile_seconds
     phases["steps"] = known.warm_up + steps.seconds
     phases["evaluation"] = _evaluation_seconds(work, rates, steps.seconds, known)
-    phases["checkpoints"] = _checkpoint_seconds(work)
-    if work.config.verdict.after_training and len(work.held_out_lengths):
+    # Steps wait only for a part of a checkpoint: most is written beside the training.
+    phases["checkpoints"] = 0.3 + checkpoint_bytes(work) / _WRITE_BYTES
+    if work.config.verdict.after_training and work.num_held_out:
         # The weights are loaded again, from the file cache. What quantised ones cost is not measured again.
         load = min(phases["load"], _load_seconds(work, _CACHED_BYTES))
         phases["verdict"] = load + _verdict_seconds(work, rates, known)
@@ -259,18 +258,12 @@ def _load_seconds(work: Workload, rate: float = _READ_BYTES) -> float:
     return 1.0 + size / rate + (work.shape.num_weights / _DEQUANTISED_WEIGHTS if is_quantised else 0.0)
 
 
-def _check_seconds(work: Workload, rates: Rates) -> float:
-    """Return the seconds of the packing check: a few documents, packed, alone and with transformers' attention."""
-    _, forward = token_flops(work)
-    return 0.5 + 15 * work.mean_context * forward / rates.flops
-
-
 def _forward_seconds(work: Workload, rates: Rates, tokens: float, known: MeasuredSpeed) -> float:
     if known.forward_token:
         return tokens * known.forward_token
     _, forward = token_flops(work)
     seconds = tokens * forward / rates.flops
-    if work.device.kind != "cpu":
+    if work.is_gpu:
         moved = tokens * 6 * _saved_per_token(work) / rates.bytes_per_second
         num_batches = math.ceil(tokens / max(1, work.largest_micro_batch))
         return max(seconds + moved, num_batches * work.shape.num_layers * _LAUNCH_SECONDS / 3)
@@ -281,13 +274,13 @@ def _answer_seconds(work: Workload, rates: Rates, *, questions: int, tokens: flo
     """Return the seconds to answer questions together, each with `tokens` new tokens."""
     if not questions:
         return 0.0
-    prompt = float(work.held_out_lengths.mean()) * 0.6 if len(work.held_out_lengths) else 64.0
+    prompt = float(work.held_out_lengths.mean()) * 0.6 if work.num_held_out else 64.0
     at_once = max(1, min(questions, int(_ANSWER_BATCH_TOKENS[work.device.kind] / (prompt + tokens))))
     num_batches = math.ceil(questions / at_once)
     weights = 2.0 * (work.shape.num_active_weights + work.shape.num_table_weights)
     if known.answer_token:
         per_token = known.answer_token * (1 + _ANSWER_COST * at_once) / (1 + _ANSWER_COST * known.num_answers)
-    elif work.device.kind == "cpu":
+    elif not work.is_gpu:
         per_token = max(_CPU_DECODE_SECONDS, 2 * weights / _CPU_BANDWIDTH + at_once * weights / rates.flops)
     else:
         per_token = max(_DECODE_SECONDS, weights / rates.bytes_per_second)
@@ -296,10 +289,10 @@ def _answer_seconds(work: Workload, rates: Rates, *, questions: int, tokens: flo
 
 def _evaluation_seconds(work: Workload, rates: Rates, steps: float, known: MeasuredSpeed) -> float:
     """Return the seconds of all evaluations. `train` evaluates less often if they take over a tenth of the time."""
-    if not len(work.held_out_lengths):
+    if not work.num_held_out:
         return 0.0
     settings, every = work.config.evaluate, work.plan.evaluate_every.value
-    number = min(len(work.held_out_lengths), settings.max_documents or len(work.held_out_lengths))
+    number = min(work.num_held_out, settings.max_documents or work.num_held_out)
     tokens = number * float(work.held_out_lengths.mean())
     once = known.evaluation or _forward_seconds(work, rates, tokens, known) + _answer_seconds(
         work, rates, questions=settings.samples, tokens=settings.sample_tokens, known=known
@@ -309,11 +302,6 @@ def _evaluation_seconds(work: Workload, rates: Rates, steps: float, known: Measu
         possible = max(1, int(_EVALUATION_SHARE * steps / once) - 1)
         planned = min(planned, math.ceil(planned / math.ceil(planned / possible)))
     return once * (planned + 1)  # one more before the first step
-
-
-def _checkpoint_seconds(work: Workload) -> float:
-    """Return the seconds that steps wait for checkpoints: most are written beside the training."""
-    return 0.3 + checkpoint_bytes(work) / _WRITE_BYTES
 
 
 def checkpoint_bytes(work: Workload) -> int:

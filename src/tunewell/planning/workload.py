@@ -4,17 +4,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from tunewell.config.extensions import METHODS, OPTIMIZERS, MethodEntry
 from tunewell.config.prices import Shape, num_numbers
 from tunewell.config.schema import Config
+from tunewell.core.arrays import Ints as Lengths
 from tunewell.data.batches import DataOrder, micro_batches
 from tunewell.machine.facts import DeviceFacts
 from tunewell.model_files.shape import Linear, ModelShape
 from tunewell.records.plan import Plan
 
-Lengths = npt.NDArray[np.int64]
 _SAMPLED_STEPS = 64
 EVERYDAY_TOKENS = 3_300
 """Tokens of the everyday text that the verdict evaluates with both models; 11,800 with one token per byte."""
@@ -49,6 +48,15 @@ class Workload:
     @property
     def is_gpu(self) -> bool:
         return self.device.kind != "cpu"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes activations again (gradient checkpointing)."""
+        return self.config.train.recompute != "off"
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self.held_out_lengths)
 
     @property
     def precision(self) -> str:
@@ -167,29 +175,8 @@ class Workload:
         return self.with_micro_tokens(max(self.micro_tokens // 2, min(longest, self.micro_tokens)))
 
 
-def make_workload(
-    plan: Plan,
-    config: Config,
-    *,
-    shape: ModelShape,
-    device: DeviceFacts,
-    order: DataOrder,
-    supervised_share: float,
-    held_out_lengths: Lengths,
-    everyday_tokens: int = EVERYDAY_TOKENS,
-) -> Workload:
-    """Return the workload of a planned run. Steps are sampled from the first epoch."""
+def sampled_steps(order: DataOrder) -> tuple[Lengths, ...]:
+    """Return the lengths of the documents of some steps of the first epoch."""
     steps = order.steps_of_epoch(0)
     chosen = steps if len(steps) <= _SAMPLED_STEPS else steps[:: -(-len(steps) // _SAMPLED_STEPS)]
-    return Workload(
-        shape=shape,
-        config=config,
-        plan=plan,
-        device=device,
-        lengths=order.lengths,
-        step_lengths=tuple(order.lengths[step] for step in chosen),
-        supervised_share=supervised_share,
-        held_out_lengths=held_out_lengths,
-        micro_tokens=plan.micro_batch_tokens.value,
-        everyday_tokens=everyday_tokens,
-    )
+    return tuple(order.lengths[step] for step in chosen)

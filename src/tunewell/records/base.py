@@ -1,7 +1,7 @@
 """The base class of records, and a function that reads a record from its JSON file."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -30,8 +30,20 @@ class DamagedRecord(UserError):
 R = TypeVar("R", bound=Record)
 
 
-def read_record(path: Path, kind: type[R]) -> R:
-    """Read a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
+def require_known_version(raw: dict[str, Any], kind: type[Record], name: str) -> None:
+    """Raise UserError if a record was written by a newer version of this program."""
+    if raw.get("format_version", 0) > kind.model_fields["format_version"].default:
+        what = f"`{name}` was created by a newer version of tunewell"
+        raise UserError(what, fix="pip install --upgrade tunewell")
+
+
+def read_record(path: Path, kind: type[R], *, missing: str = "", fix: str | None = None) -> R:
+    """Read a record with a `format_version`; raise UserError if it is damaged or has a newer version.
+
+    With `missing`, that is the error if there is no file.
+    """
+    if missing and not path.is_file():
+        raise UserError(missing, where=f"expected `{path}`", fix=fix)
     return parse_record(read_bytes(path), kind, str(path))
 
 
@@ -39,9 +51,7 @@ def parse_record(data: bytes | str, kind: type[R], name: str) -> R:
     """Parse a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
     try:
         raw = parse_json(data)
-        if raw.get("format_version", 0) > kind.model_fields["format_version"].default:
-            what = f"`{name}` was created by a newer version of tunewell"
-            raise UserError(what, fix="pip install --upgrade tunewell")
+        require_known_version(raw, kind, name)
         return kind.model_validate(raw)
     except (ValueError, TypeError, AttributeError) as error:
         raise DamagedRecord(

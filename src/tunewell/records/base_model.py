@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from tunewell.records.base import Record, read_record
 
 BASE = "base.json"
@@ -14,10 +12,10 @@ class BaseContent(Record):
     """The content of a model, without the names, formats and times of its files. Unknown parts are empty."""
 
     format_version: int = 1
-    weights: dict[str, str] = Field(default_factory=dict)
+    weights: dict[str, str] = {}
     """Hash of each tensor."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    tokenizer: dict[str, str] = Field(default_factory=dict)
+    config: dict[str, Any] = {}
+    tokenizer: dict[str, str] = {}
     """Hash of the vocabulary, and of everything that can change token ids."""
     fingerprint: str | None = None
     """For a run of an earlier version: the hash of the weight files in its checkpoint."""

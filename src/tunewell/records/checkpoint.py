@@ -13,7 +13,7 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, read_bytes, sha256_file, sha256_text, stable_json, write_synced
 from tunewell.core.units import count
-from tunewell.records.base import FileRecord, Record
+from tunewell.records.base import FileRecord, Record, require_known_version
 from tunewell.records.events import plain
 
 FORMAT = "tunewell-checkpoint"
@@ -88,9 +88,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     try:
         record = parse_json(data)
         del record["sha256"]
-        if record["format"] == FORMAT and record["format_version"] > FORMAT_VERSION:
-            what = f"`{folder.name}` was created by a newer version of tunewell"
-            raise UserError(what, fix="pip install --upgrade tunewell")
+        if record["format"] == FORMAT:
+            require_known_version(record, CheckpointManifest, folder.name)
         if data != _sealed(record):
             raise ValueError("sha256")
         manifest = CheckpointManifest.model_validate(record)

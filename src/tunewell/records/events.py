@@ -42,7 +42,7 @@ class EventLog:
         whole = written[: written.rfind(b"\n") + 1]
         if len(whole) < len(written):  # after a partial line, the next event starts on a new line
             os.ftruncate(self._handle, len(whole))
-        self._written = FilePrefix(whole)
+        self._num_bytes, self._digest = len(whole), hashlib.sha256(whole)
 
     def append(self, event: dict[str, Any]) -> None:
         """Write an event. It survives a crash of the process and, after the next `sync`, a power failure."""
@@ -74,7 +74,7 @@ class EventLog:
     def written(self) -> FileRecord:
         """Return the size and the hash of everything written so far. Later events do not change these bytes."""
         with self._guard:
-            return self._written.record()
+            return FileRecord(bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
     def truncate_to(self, step: int) -> int:
         """Delete damaged lines and the lines of later steps; return their number. Damaged lines are reported.
@@ -93,7 +93,7 @@ class EventLog:
             if len(kept) < len(lines):
                 whole = b"".join(line + b"\n" for line in kept)
                 write_atomic(self.path, whole)
-                self._written = FilePrefix(whole)
+                self._num_bytes, self._digest = len(whole), hashlib.sha256(whole)
                 self._waiting = b""
                 os.close(self._handle)
                 self._handle = self._open()
@@ -128,7 +128,8 @@ class EventLog:
         except OSError:
             os.ftruncate(self._handle, before)  # remove a partly written line
             raise
-        self._written.add(data)
+        self._num_bytes += len(data)
+        self._digest.update(data)
 
 
 def event_line(event: dict[str, Any]) -> bytes:
@@ -136,22 +137,6 @@ def event_line(event: dict[str, Any]) -> bytes:
     line = json.dumps(plain(event), ensure_ascii=False, allow_nan=False)
     # A lone surrogate cannot be encoded as UTF-8; its escape is valid JSON.
     return line.encode("utf-8", "backslashreplace")
-
-
-class FilePrefix:
-    """The size and the SHA-256 of the bytes written to a file, updated with every write."""
-
-    def __init__(self, data: bytes = b"") -> None:
-        self._num_bytes, self._digest = len(data), hashlib.sha256(data)
-
-    def add(self, data: bytes) -> None:
-        """Add bytes that were appended to the file."""
-        self._num_bytes += len(data)
-        self._digest.update(data)
-
-    def record(self) -> FileRecord:
-        """Return the size and the hash."""
-        return FileRecord(bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
 
 def begins_as(path: Path, written: FileRecord) -> bool:

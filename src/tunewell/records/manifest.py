@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import Field
-
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.units import count, percent
-from tunewell.records.base import FileRecord, Record
+from tunewell.records.base import FileRecord, Record, require_known_version
 
 FORMAT = "tunewell-corpus"
 FORMAT_VERSION = 1
@@ -52,7 +50,7 @@ class SourceRecord(Record):
     held_out: int
     dropped: dict[str, int]
     formats: dict[str, int]
-    unused: dict[str, int] = Field(default_factory=dict)
+    unused: dict[str, int] = {}
     """Number of documents by column that is not used."""
     version: str = ""
     """Version of a remote file: its ETag, or the commit of a dataset of the hub."""
@@ -222,7 +220,7 @@ class Manifest(Record):
     near_duplicates: NearDuplicateRecord | None = None
     secrets: SecretRecord | None = None
     boundary_tokens: int
-    unknown_characters: dict[str, int] = Field(default_factory=dict)
+    unknown_characters: dict[str, int] = {}
     """The most frequent characters that the vocabulary lacks, counted in a part of the rows."""
     encoding_version: int = 1
     """Version of the encoding; since version 2, every reply starts with a new token."""
@@ -230,12 +228,12 @@ class Manifest(Record):
     packing: PackingRecord
     lengths: LengthRecord
     sources: list[SourceRecord]
-    mix: list[str] = Field(default_factory=list)
-    remarks: list[str] = Field(default_factory=list)
+    mix: list[str] = []
+    remarks: list[str] = []
     """Sentences about the sources: columns that are not used, files that are not read, how texts are split."""
     tokenizer: TokenizerRecord
     templates: list[TemplateRecord]
-    warnings: list[str] = Field(default_factory=list)
+    warnings: list[str] = []
     config: dict[str, Any]
     splits: dict[str, SplitRecord]
     files: dict[str, FileRecord]
@@ -331,10 +329,8 @@ def read_manifest(folder: Path) -> Manifest:
         raw = parse_json(read_text(path))
         record = cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
         is_ours = record.get("format") == FORMAT
-        if is_ours and record.get("format_version", 0) > FORMAT_VERSION:
-            what = f"`{folder}` was created by a newer version of tunewell"
-            raise UserError(what, fix="pip install --upgrade tunewell")
         if is_ours:
+            require_known_version(record, Manifest, str(folder))
             _check_hash(record)
             return Manifest.model_validate(record)
     except (ValueError, TypeError) as error:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
@@ -14,8 +14,6 @@ from tunewell.records.plan import QuantizedBase
 
 FORMAT = "tunewell-parity"
 PARITY = "parity.json"
-PROOF_ERROR = "proof-error.json"
-"""The error of a verification that could not run, in a folder that has no `parity.json`."""
 PROOF = "proof.json"
 REFERENCE = "proof.safetensors"
 PROOF_FILES = (REFERENCE, "README.md")
@@ -41,7 +39,7 @@ class Artefact(Record):
         return f"{self.kind} {self.precision}".strip()
 
 
-class Probe(Record):
+class ProofProbe(Record):
     """A test conversation, rendered and tokenized as in training."""
 
     messages: list[dict[str, str]]
@@ -53,7 +51,7 @@ class Probe(Record):
     """Whether this is the long probe, which is meant to exceed the sliding window or original context length."""
 
 
-class Question(Record):
+class ProofQuestion(Record):
     """A question and the greedy answer of the trained model."""
 
     ids: list[int]
@@ -70,7 +68,7 @@ class PlainText(Record):
     ids: list[int]
 
 
-class ModelFacts(Record):
+class TrainedFacts(Record):
     """Settings, vocabulary and tensor shapes of the trained model. The tensor sketches are in `proof.safetensors`."""
 
     config: _Settings
@@ -85,11 +83,11 @@ class ModelFacts(Record):
     """Maximum length of a text in tokens, according to the tokenizer."""
     vocabulary: dict[str, str]
     """Hashes of the tokens and the merges of the vocabulary."""
-    tokenizer: dict[str, str] = Field(default_factory=dict)
+    tokenizer: dict[str, str] = {}
     """Hashes of the parts of `tokenizer.json`; empty in exports of 0.1.0."""
     template_sha256: str | None = None
     """Hash of the exported chat template."""
-    plain_texts: list[PlainText] = Field(default_factory=list[PlainText])
+    plain_texts: list[PlainText] = []
     """Texts that are tokenized without a chat template."""
     shapes: dict[str, list[int]]
     """Shape of every tensor after merging."""
@@ -116,22 +114,22 @@ class Proof(Record):
     """The precision to which a quantised base model was dequantised in training."""
     stop_ids: list[int]
     bos_id: int | None = None
-    added_tokens: list[str] = Field(default_factory=list)
+    added_tokens: list[str] = []
     """Template tokens missing in the base model. Its embeddings are extended before the adapter is applied."""
     date: str | None = None
     """The fixed date for a template that uses the current date, or None if the template does not."""
-    probes: list[Probe]
+    probes: list[ProofProbe]
     num_positions: int
     """Number of final positions of each probe for which `proof.safetensors` contains the logits."""
-    questions: list[Question]
+    questions: list[ProofQuestion]
     other_ids_share: float | None = None
     """Share of the training conversations with other ids if their whole text is encoded at once, if it is known."""
-    model: ModelFacts | None = None
+    model: TrainedFacts | None = None
     """None in exports from older versions of tunewell; this part is then not compared."""
     artefacts: list[Artefact]
-    sha256s: dict[str, str] = Field(default_factory=dict)
+    sha256s: dict[str, str] = {}
     """Hashes of the files that are not part of an artefact."""
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = []
 
 
 class Check(Record):
@@ -144,7 +142,7 @@ class Check(Record):
     is_warning: bool = False
     """Whether the screen shows a warning, although the artefact matches the trained model."""
     words: str
-    figures: dict[str, Any] = Field(default_factory=dict)
+    figures: dict[str, Any] = {}
     bound: str = ""
     """The allowed difference and the reason for it."""
 
@@ -172,7 +170,7 @@ class Parity(Record):
     links: list[Link]
     other_ids_share: float | None = None
     """As in `proof.json`. llama.cpp, Ollama and transformers encode the whole text at once."""
-    versions: dict[str, str] = Field(default_factory=dict)
+    versions: dict[str, str] = {}
     is_ok: bool
 
 

@@ -1,12 +1,10 @@
 """`plan.json`: the settings of a run, each with its reason."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import Field
-
 from tunewell.config.fields import MethodName
-from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
 from tunewell.records.base import Record, read_record
@@ -14,13 +12,14 @@ from tunewell.records.prediction import Prediction
 
 PLAN = "plan.json"
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Chosen(Record, Generic[T]):
+@dataclass(frozen=True)
+class Chosen(Generic[T_co]):
     """A value and the reason for it."""
 
-    value: T
+    value: T_co
     because: str
 
 
@@ -38,7 +37,7 @@ class QuantizedBase(Record):
     """The quantised base model of a run, and what the rounding costs."""
 
     kind: Literal["nf4", "int8"]
-    keep: list[str] = Field(default_factory=list[str])
+    keep: list[str] = []
     """Linear layers in 16 bits, besides the head: names as in transformers' `llm_int8_skip_modules`."""
     because: str = ""
     loss: float | None = None
@@ -115,7 +114,7 @@ class Plan(Record):
     save_every: Chosen[int]
     prediction: Prediction | None = None
     """None before it is computed."""
-    plugins: list[str] = Field(default_factory=list[str])
+    plugins: list[str] = []
     """Extensions of other packages that were used, with package and version; left out if there are none."""
 
 
@@ -127,7 +126,4 @@ def write_plan(folder: Path, plan: Plan) -> None:
 
 def read_plan(folder: Path) -> Plan:
     """Read the plan of a run; raise UserError if it is missing or cannot be read."""
-    path = folder / PLAN
-    if not path.is_file():
-        raise UserError(f"there is no plan in `{folder}`", where=f"expected `{path}`", fix="run `tunewell train`")
-    return read_record(path, Plan)
+    return read_record(folder / PLAN, Plan, missing=f"there is no plan in `{folder}`", fix="run `tunewell train`")

@@ -1,7 +1,5 @@
 """The prediction of a run: memory by part and phase, seconds by phase. It is part of `plan.json` and `outcome.json`."""
 
-from pydantic import Field
-
 from tunewell.records.base import Record
 
 
@@ -16,9 +14,9 @@ class MemoryPrediction(Record):
     high_bytes: int
     """The range in which `peak_bytes` is expected."""
     free_bytes: int | None = None
-    parts: dict[str, int] = Field(default_factory=dict)
+    parts: dict[str, int] = {}
     """Bytes by part. `evaluation` and `generation` are not held together with the parts of a step."""
-    phases: dict[str, int] = Field(default_factory=dict)
+    phases: dict[str, int] = {}
     """The peak of each phase, without `cached_bytes`."""
     host_bytes: int | None = None
     """Main memory of a run on a GPU; None if it is small."""
@@ -37,7 +35,7 @@ class TimePrediction(Record):
     low: float
     high: float
     expected: float
-    phases: dict[str, float] = Field(default_factory=dict)
+    phases: dict[str, float] = {}
 
 
 class DiskPrediction(Record):
@@ -60,7 +58,7 @@ class Prediction(Record):
     seconds: TimePrediction
     disk: DiskPrediction | None = None
     is_compiled: bool = False
-    basis: list[str] = Field(default_factory=list)
+    basis: list[str] = []
     """Where the numbers come from, one sentence each."""
 
 
@@ -69,4 +67,4 @@ class Measurement(Record):
 
     peak_bytes: int | None = None
     seconds: float
-    phases: dict[str, float] = Field(default_factory=dict)
+    phases: dict[str, float] = {}

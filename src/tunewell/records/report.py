@@ -4,9 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
-from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain
@@ -73,7 +70,13 @@ class Answer(Record):
     """Whether the answer is right, or None if this cannot be decided, as for a long reference."""
     is_refusal: bool = False
     """Whether the answer says that it is not known."""
-    faults: list[Fault] = Field(default_factory=list[Fault])
+    said: str = ""
+    """The label or option that the answer gives, if the task has some."""
+    because: str = ""
+    """The reason for `right`."""
+    fields: dict[str, str] = {}
+    """Name of a field -> `right`, `wrong`, `missing` or `extra`, for JSON and tool calls."""
+    faults: list[Fault] = []
 
 
 class AnsweredQuestion(Record):
@@ -85,9 +88,13 @@ class AnsweredQuestion(Record):
     question: str
     reference: str
     key: str = ""
-    """What a right answer contains."""
+    """What a right answer says; empty if answers cannot be judged."""
     key_origin: str = ""
-    """`answers` or `value` (columns of the row), `derived` (from the references) or `whole reference`."""
+    """For facts: `answers` or `value` (columns of the row), `derived` (from the references) or `whole reference`."""
+    is_near: bool = False
+    """Whether a training row asks nearly the same."""
+    is_ambiguous: bool = False
+    """Whether another row has the same question with another reference."""
     cluster: int | None = None
     """Number of the fact that the question is about; questions on one fact are one observation."""
     base: Answer | None = None
@@ -136,16 +143,68 @@ class DifferenceRecord(Record):
     """The result in one sentence."""
 
 
+class ConstantAnswer(Record):
+    """The score of always giving the most frequent reply of the training rows: the majority class."""
+
+    text: str
+    right: int
+    judged: int
+    difference: DifferenceRecord
+    """Tuned model minus the constant answer."""
+
+
+class MeasurePair(Record):
+    """A further figure of the task, from 0 to 1, for both models."""
+
+    base: float | None = None
+    tuned: float
+
+
+class Confusion(Record):
+    """How often one label was answered instead of another."""
+
+    expected: str
+    said: str
+    number: int
+
+
+class OrdinaryAnswer(Record):
+    """One of the everyday questions and instructions, which have nothing to do with the rows."""
+
+    question: str
+    kind: Literal["instruction", "greeting"]
+    base: str = ""
+    tuned: str = ""
+    base_right: bool | None = None
+    tuned_right: bool = False
+    base_replies: bool | None = None
+    """Whether the base model replies at all: no refusal, no empty text, no fault."""
+    tuned_replies: bool = False
+
+
+class Forgotten(Record):
+    """One measure of what the training damaged: the base model's figure, the tuned model's, and the limit."""
+
+    name: str
+    """`everyday text`, `everyday instructions` or `replies`."""
+    base: float
+    tuned: float
+    limit: float
+    is_damaged: bool
+    result: str
+    """The result in one clause, with its numbers."""
+
+
 class JudgeRecord(Record):
     """The judge of a report: how it decided whether an answer is right."""
 
     name: str
     """The judge and its version."""
-    origins: dict[str, int]
-    """Number of questions by the origin of their key."""
+    origins: dict[str, int] = {}
+    """For facts: number of questions by the origin of their key."""
     clusters: int
-    """Number of facts that the questions are about."""
-    examples: list[KeyExample] = Field(default_factory=list[KeyExample])
+    """Number of facts that the questions are about, or of different questions."""
+    examples: list[KeyExample] = []
     difference: DifferenceRecord | None = None
     """Tuned model compared with the base model; None if there is no base model."""
 
@@ -178,8 +237,8 @@ class LogitChange(Record):
 class Curve(Record):
     """The logged losses of a training run as pairs (step, loss)."""
 
-    train: list[tuple[int, float]] = Field(default_factory=list[tuple[int, float]])
-    held_out: list[tuple[int, float]] = Field(default_factory=list[tuple[int, float]])
+    train: list[tuple[int, float]] = []
+    held_out: list[tuple[int, float]] = []
     best_step: int | None = None
 
 
@@ -218,47 +277,72 @@ class Report(Record):
     verdict: Level
     summary: str
     """One sentence with the main reason and numbers."""
-    reasons: list[Reason] = Field(default_factory=list[Reason])
+    reasons: list[Reason] = []
     """The reasons, most severe first; empty if the verdict is PASS."""
     subject: EvaluatedModel
     data: str
     """The evaluated rows: the held-out rows of a corpus, or a file."""
     held_out: LossPair | None = None
-    by_source: list[LossPair] = Field(default_factory=list[LossPair])
+    by_source: list[LossPair] = []
     everyday: LossPair | None = None
     """Loss on everyday text, unrelated to the rows."""
     base_tally: AnswerCounts | None = None
     tuned_tally: AnswerCounts | None = None
-    exchanges: list[AnsweredQuestion] = Field(default_factory=list[AnsweredQuestion])
+    exchanges: list[AnsweredQuestion] = []
     judge: JudgeRecord | None = None
     """None in reports of version 0.1.0: an answer was right if it contained the whole reference."""
-    metrics: dict[str, MetricResult] = Field(default_factory=dict)
+    task: Chosen[str] | None = None
+    """The task of the rows, whose scorer decides what is right."""
+    measures: dict[str, MeasurePair] = {}
+    """Further figures of the task, such as the macro-F1 of labels, by name."""
+    constant: ConstantAnswer | None = None
+    asked_tally: AnswerCounts | None = None
+    """The base model, asked as the rows ask, if it was also asked with a list of the labels, fields or tools."""
+    hinted_tally: AnswerCounts | None = None
+    """The base model, asked with that list. The better of the two is `base_tally`."""
+    is_base_hinted: bool = False
+    confusions: list[Confusion] = []
+    """The labels that the tuned model confuses, most frequent first."""
+    fields: dict[str, dict[str, int]] = {}
+    """For JSON and tool calls: how often each field was right, wrong, missing or extra."""
+    loss_difference: DifferenceRecord | None = None
+    """Held-out loss of the tuned model minus that of the base model, with its interval over the rows."""
+    ordinary: list[OrdinaryAnswer] = []
+    """Answers to everyday questions and instructions; those that changed most come first."""
+    forgotten: list[Forgotten] = []
+    trained_on: int = 0
+    """Number of rows of a test file that are training rows. They are left out."""
+    without_near: AnswerCounts | None = None
+    """The tuned model's answers without the questions that a training row asks nearly alike."""
+    changed_rules: list[str] = []
+    """Rules of the verdict that the config changes, such as `min_right 0 (usually 0.5)`."""
+    metrics: dict[str, MetricResult] = {}
     """Results of user-defined metric functions, by name."""
     change: LogitChange | None = None
-    bad_weights: dict[str, int] = Field(default_factory=dict)
+    bad_weights: dict[str, int] = {}
     """Names of tensors with values that are not finite, and the number of such values."""
-    thresholds: dict[str, Chosen[Any]] = Field(default_factory=dict)
+    thresholds: dict[str, Chosen[Any]] = {}
     answer_tokens: Chosen[int] | None = None
     """Length limit of an answer."""
     curve: Curve = Curve()
     ledger: RowCounts | None = None
-    plan: dict[str, Chosen[Any]] = Field(default_factory=dict)
+    plan: dict[str, Chosen[Any]] = {}
     """The settings of the training run, each with its reason."""
-    machine: dict[str, str] = Field(default_factory=dict)
-    versions: dict[str, str] = Field(default_factory=dict)
-    hashes: dict[str, str] = Field(default_factory=dict)
-    repeat: list[str] = Field(default_factory=list)
+    machine: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    hashes: dict[str, str] = {}
+    repeat: list[str] = []
     """Commands that repeat the training and the evaluation."""
-    seconds: dict[str, float] = Field(default_factory=dict)
+    seconds: dict[str, float] = {}
     """Duration of each stage."""
     base_measured_at: str | None = None
     """When the base model was measured, if its outputs are those of an earlier evaluation; else None."""
-    lm_eval: dict[str, Any] = Field(default_factory=dict)
-    healing: list[str] = Field(default_factory=list)
+    lm_eval: dict[str, Any] = {}
+    healing: list[str] = []
     """Problems during training, their remedies and the time lost, one per line."""
-    advice: list[str] = Field(default_factory=list)
+    advice: list[str] = []
     """Changes to the config that would avoid these problems in the next run."""
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = []
     next: str = ""
 
 
@@ -271,15 +355,18 @@ def write_report(folder: Path, report: Report) -> None:
 
 def read_report(folder: Path) -> Report:
     """Read a report; raise UserError if it is missing or unreadable."""
-    path = folder / REPORT
-    if not path.is_file():
-        raise UserError(
-            f"there is no report in `{folder}`", where=f"expected `{path}`", fix=f"run `tunewell validate {folder}`"
-        )
-    return read_record(path, Report)
+    missing, fix = f"there is no report in `{folder}`", f"run `tunewell validate {folder}`"
+    return read_record(folder / REPORT, Report, missing=missing, fix=fix)
 
 
 PAGE, MARKDOWN = "report.html", "report.md"
+HEADLINES = {
+    "PASS": "Better than its base model, and nothing else got worse.",
+    "WEAK": "Better than its base model, but read the reasons.",
+    "FAIL": "Not usable.",
+    "UNPROVEN": "Not shown to be better: more questions are needed.",
+}
+"""What each verdict means, in the same words on every screen and page."""
 EXIT_CODES = {"PASS": 0, "UNPROVEN": 3, "WEAK": 3, "FAIL": 4}
 EXIT_NOT_VALIDATED = 3
 """The same as for WEAK, because nothing shows that the model is good."""

@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
 from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, make_private, require_output_path, stable_json, write_atomic, write_synced
 from tunewell.core.redact import redact
@@ -89,7 +87,9 @@ class RunDir:
             make_private(path)
             lock = FolderLock.take(path / LOCK, doing=f"training in `{path}`")
             try:
-                _remove_leftovers(path)
+                for entry in path.iterdir():  # what a killed process left
+                    if _LEFTOVER.fullmatch(entry.name) and entry.is_file():
+                        entry.unlink(missing_ok=True)
                 _check_writable(path)
             except OSError:
                 lock.release()
@@ -162,13 +162,6 @@ def _require_empty(path: Path, known: frozenset[str]) -> None:
     )
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Delete what a killed process left. The caller holds the lock, so no other process writes here."""
-    for entry in path.iterdir():
-        if _LEFTOVER.fullmatch(entry.name) and entry.is_file():
-            entry.unlink(missing_ok=True)
-
-
 def _check_writable(path: Path) -> None:
     probe = path / f".probe.{os.getpid()}"
     try:
@@ -214,27 +207,27 @@ class Outcome(Record):
     """The step with the best held-out loss."""
     seconds: float
     """Duration since the last start or resume."""
-    stages: dict[str, float] = Field(default_factory=dict)
+    stages: dict[str, float] = {}
     """Seconds since the last start: prepare, plan, load, check, train (steps), look (evaluations), save, ..."""
     tokens: int
     """Tokens trained on, including those before a resume."""
     supervised_tokens: int = 0
     signal: str | None = None
-    artefacts: dict[str, str] = Field(default_factory=dict)
+    artefacts: dict[str, str] = {}
     """Written files, relative to the run folder."""
-    allowed_changes: list[str] = Field(default_factory=list)
+    allowed_changes: list[str] = []
     """Changes since the checkpoint that `--allow-change` allowed."""
-    healing: list[str] = Field(default_factory=list)
+    healing: list[str] = []
     """Problems, remedies and their cost, one line each; `healing.jsonl` has the numbers."""
-    advice: list[str] = Field(default_factory=list)
+    advice: list[str] = []
     """Changes to the config that are recommended for the next run."""
     predicted: Prediction | None = None
     """What the plan predicted."""
     measured: Measurement | None = None
     """What the process needed since its last start: peak memory and seconds by phase, the verdict included."""
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = []
     """Warnings, such as checkpoints that could not be saved or damage that was ignored."""
-    plugins: list[str] = Field(default_factory=list[str])
+    plugins: list[str] = []
     """Extensions of other packages that the run used, with package and version; left out if there are none."""
 
 
@@ -246,14 +239,10 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 def find_outcome(run: Path) -> Outcome | None:
     """Read the outcome of a run; return None if it has none. Raises UserError if it is damaged."""
-    path = run / OUTCOME
-    return read_record(path, Outcome) if path.is_file() else None
+    return read_record(run / OUTCOME, Outcome) if (run / OUTCOME).is_file() else None
 
 
 def read_outcome(run: Path) -> Outcome:
     """Read the outcome of a run; raise UserError if it has none."""
-    outcome = find_outcome(run)
-    if outcome is None:
-        fix = "name the folder of a run"
-        raise UserError(f"there is no finished run in `{run}`", where=f"expected `{run / OUTCOME}`", fix=fix)
-    return outcome
+    missing = f"there is no finished run in `{run}`"
+    return read_record(run / OUTCOME, Outcome, missing=missing, fix="name the folder of a run")

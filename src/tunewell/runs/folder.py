@@ -23,10 +23,10 @@ from tunewell.records.rundir import DOCUMENTS, RUN_CONFIG, RunDir
 from tunewell.runs.config import dump_config
 from tunewell.runs.result import MetricsRecorder
 from tunewell.training.build import CHANGE_NAMES, RunInputs
+from tunewell.training.checkpoints import compare_identity
 from tunewell.training.distributed import World
 from tunewell.training.find_checkpoints import OPTIMIZER, find_newest
 from tunewell.training.run import Run, has_same_optimizer, resume
-from tunewell.training.saved_checkpoints import compare_identity
 
 _NUM_NAMED = 3
 

@@ -18,7 +18,7 @@ from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count
 from tunewell.machine.facts import installed_versions
 from tunewell.planning.fit import Planner
-from tunewell.planning.forecast import Measured, Outlook
+from tunewell.planning.forecast import MeasuredRun, Outlook
 from tunewell.planning.memory import CONTEXT_BYTES
 from tunewell.planning.speed import CACHED_COMPILE_SECONDS, MeasuredSpeed
 from tunewell.records.plan import Chosen, Plan
@@ -50,7 +50,7 @@ class Size:
 class ProbeResult:
     """What the child process measured."""
 
-    measured: Measured
+    measured: MeasuredRun
     sizes: list[Size]
 
     @property
@@ -190,7 +190,7 @@ def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult
         num_answers=max(1, answers),
         because=f"speed from real steps: {shown['rate']:,.0f} tokens/s",
     )
-    measured = Measured(
+    measured = MeasuredRun(
         peak_bytes=peak,
         needed_bytes=needed,
         micro_tokens=largest["tokens"],

@@ -23,10 +23,11 @@ from tunewell.inference.decoder import Decoding
 from tunewell.inference.degeneration import find_degeneration
 from tunewell.inference.generate import corpus_stop_ids, generate
 from tunewell.methods.base import AdapterMethod, Method
-from tunewell.model_files.facts import fingerprint_weights
 from tunewell.model_files.presets import is_preset
+from tunewell.model_files.weights import fingerprint_weights
 from tunewell.models import attention
 from tunewell.models.load import (
+    DTYPES,
     LoadedModel,
     LoadOptions,
     count_parameters,
@@ -47,23 +48,28 @@ from tunewell.training.recovery import HealingState
 from tunewell.training.run import Run
 from tunewell.training.step import StepHooks, TrainableModel
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY = (
-    *("precision", "attention", "method", "learning_rate", "schedule", "warmup_steps", "num_steps"),
-    *("batch_tokens", "batch_documents", "micro_batch_tokens"),
+    "precision",
+    "attention",
+    "method",
+    "learning_rate",
+    "schedule",
+    "warmup_steps",
+    "num_steps",
+    "batch_tokens",
+    "batch_documents",
+    "micro_batch_tokens",
 )
 """Values of the plan that must not change on resume."""
 _OPTIMIZER = (
-    *(
-        "optimizer",
-        "masters",
-        "min_rate_share",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-    ),
+    "optimizer",
+    "masters",
+    "min_rate_share",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
 )
 
 
@@ -72,13 +78,11 @@ def _own_settings(optimizer: str) -> list[str]:
     return [name for name in Train.model_fields if name.startswith(f"{optimizer}_")]
 
 
-CHANGE_NAMES = frozenset(
-    (
-        *("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER),
-        *(setting for optimizer in OPTIMIZERS.names() for setting in _own_settings(optimizer)),
-        *MethodSettings.model_fields,
-    )
-) - {"kind"}
+CHANGE_NAMES = {
+    *("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER),
+    *(setting for optimizer in OPTIMIZERS.names() for setting in _own_settings(optimizer)),
+    *MethodSettings.model_fields,
+} - {"kind"}
 """Every name that `--allow-change` accepts."""
 
 
@@ -97,7 +101,7 @@ class RunInputs:
     listener: Listener
     allow_pickle: bool
     hooks: StepHooks = field(default_factory=StepHooks)
-    heartbeat: Callable[[], None] | None = None
+    heartbeat: Callable[[], None] = lambda: None
 
     @property
     def config(self) -> Config:
@@ -115,9 +119,9 @@ def build_run(parts: RunInputs) -> Run:
     note = send_notes(parts.listener)
     config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
     method_class: type[Method] = METHODS.load(plan.method.value)
-    masters = _DTYPES[config.train.masters]
+    masters = DTYPES[config.train.masters]
     is_narrow = masters != torch.float32  # the plan allows this only for full fine-tuning
-    dtype = masters if is_narrow else method_class.load_dtype(_DTYPES[plan.precision.value])
+    dtype = masters if is_narrow else method_class.load_dtype(DTYPES[plan.precision.value])
     held_out = parts.corpus.held_out
     longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
     options = LoadOptions(
@@ -149,9 +153,8 @@ def build_run(parts: RunInputs) -> Run:
         head=head_shape(model),
         world=parts.world,
         hooks=parts.hooks,
+        heartbeat=parts.heartbeat,
     )
-    if parts.heartbeat is not None:
-        learner.heartbeat = parts.heartbeat
     if config.train.recompute != "off":
         learner.recompute(config.train.recompute)
     documents = parts.hooks.documents(parts.corpus)
@@ -163,7 +166,7 @@ def build_run(parts: RunInputs) -> Run:
         learner=learner,
         order=parts.order,
         documents=ReadAhead(documents) if config.train.read_ahead else documents,
-        held_out=parts.corpus.held_out,
+        held_out=held_out,
         checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note),
         events=EventLog(folder / "events.jsonl", on_trouble=note),
         samples=samples,
@@ -245,9 +248,9 @@ def require_same_settings(parts: RunInputs, run: Run) -> None:
     config, plan = parts.config, parts.plan
     # Settings are compared first: derived values may differ too, but the user has to fix the setting.
     mine: dict[str, Any] = {"seed": plan.seed}
-    mine |= {f"train.{name}": value for name, value in config.train.model_dump(exclude={"threads"}).items()}
-    for section in ("evaluate", "checkpoints", "healing"):
-        mine |= {f"{section}.{name}": value for name, value in getattr(config, section).model_dump().items()}
+    for section in ("train", "evaluate", "checkpoints", "healing"):
+        values = getattr(config, section).model_dump(exclude={"threads"})
+        mine |= {f"{section}.{name}": value for name, value in values.items()}
     mine |= {name: value for name, value in run.identity.items() if name not in ("model", "attention")}
     mine |= {"compile": plan.compile.value, "evaluate_every": plan.evaluate_every.value}
     first = parts.world.broadcast(mine)
@@ -292,16 +295,12 @@ def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> C
     stops = corpus_stop_ids(tokenizer, parts.corpus.manifest)
     evaluate = parts.config.evaluate
     spell = partial(tokenizer.backend.decode, skip_special_tokens=False)
-    text = tokenizer.chat_template
-    template = ChatTemplate(text, special_tokens=tokenizer.special_tokens) if text else None
+    question_in = str.strip
+    if template := tokenizer.chat_template:
+        question_in = ChatTemplate(template, special_tokens=tokenizer.special_tokens).question_in
 
     def sample(step: int, batch_tokens: int) -> list[Sample]:
-        questions = questions_of(
-            parts.corpus.held_out,
-            number=evaluate.samples,
-            spell=spell,
-            question_in=template.question_in if template else str.strip,
-        )
+        questions = questions_of(parts.corpus.held_out, number=evaluate.samples, spell=spell, question_in=question_in)
         if not questions:
             return []
         prompts = [question.ids for question in questions]

@@ -75,7 +75,7 @@ class Compiler:
         if self.cache is not None and len(self._compiled) == _COMPARED_STEPS and len(self._eager) > 1:
             first, *others = self._compiled
             mean, eager = sum(others) / len(others), sum(self._eager[1:]) / len(self._eager[1:])
-            self.cache.save(Measured(seconds=max(0.0, first - mean), saved_share=max(0.0, 1 - mean / eager)))
+            self.cache.save(CompileTimes(seconds=max(0.0, first - mean), saved_share=max(0.0, 1 - mean / eager)))
 
     def is_due(self, learner: TrainableModel, *, step: int) -> bool:
         """Return whether to compile after this step. The first step is a warm-up and is not timed."""
@@ -132,7 +132,7 @@ def compile_model(learner: TrainableModel, shape: FixedShape) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CompileTimes:
     """What compiling cost and saved in an earlier run of the same model and shape."""
 
     seconds: float = _CACHED_SECONDS
@@ -147,7 +147,7 @@ def read_measured() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def save_measured(signature: str, measured: Measured) -> None:
+def save_measured(signature: str, measured: CompileTimes) -> None:
     """Save what a run measured, for later runs."""
     _CACHE.write("measured", read_measured() | {signature: asdict(measured)})
 
@@ -165,11 +165,11 @@ class CompileCache:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._folder))
 
     @cached_property
-    def measured(self) -> Measured | None:
+    def measured(self) -> CompileTimes | None:
         """What an earlier run measured, or None if this model and shape were not compiled before."""
         with suppress(TypeError, KeyError, ValueError):  # a damaged entry, or one of another version
             known = read_measured()[self._signature]
-            return Measured(float(known["seconds"]), float(known["saved_share"]))
+            return CompileTimes(float(known["seconds"]), float(known["saved_share"]))
         return None
 
     @property
@@ -186,15 +186,14 @@ class CompileCache:
         self._has_failed = True  # either it failed, or the caller compiles now or never
         return process.wait().code == 0
 
-    def save(self, measured: Measured) -> None:
+    def save(self, measured: CompileTimes) -> None:
         """Save what this run measured, for later runs."""
         save_measured(self._signature, measured)
 
     @cached_property
     def _shape(self) -> FixedShape:
         run = self._run
-        budget = run.healing.limits.cap(run.plan.micro_batch_tokens.value)
-        return fixed_shape(run.order, budget=budget, longest=run.learner.longest)
+        return fixed_shape(run.order, budget=run.micro_batch_tokens, longest=run.learner.longest)
 
     @cached_property
     def _signature(self) -> str:
@@ -236,14 +235,10 @@ def describe_for_ahead(run: Run, shape: FixedShape) -> dict[str, Any] | None:
     if kinds:
         settings["layer_types"] = kinds[: settings["num_hidden_layers"]]
     return {
-        "config": settings,
-        "method": run.plan.method.value,
-        "quantized": run.plan.quantized.model_dump(mode="json") if run.plan.quantized else None,
-        "method_settings": run.config.method.model_dump(mode="json"),
-        "train": run.config.train.model_dump(mode="json"),
-        "precision": run.plan.precision.value,
+        "model": settings,
+        "plan": run.plan.model_dump(mode="json"),
+        "config": run.config.model_dump(mode="json", exclude_unset=True),
         "dtype": str(compute_dtype(learner.model)).removeprefix("torch."),
-        "device": str(learner.device),
         "longest": learner.longest,
         "shape": asdict(shape),
         "is_recomputing": bool(getattr(learner.model, "is_gradient_checkpointing", False)),

@@ -12,13 +12,13 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tunewell.config.extensions import METHODS
-from tunewell.config.schema import MethodSettings, Train
+from tunewell.config.schema import Config
 from tunewell.core.child import answer
 from tunewell.data.batches import FixedShape, MicroBatch
 from tunewell.models import attention
 from tunewell.models.support import head_shape
-from tunewell.records.plan import QuantizedBase
-from tunewell.training.compile import Measured, compile_model, save_measured
+from tunewell.records.plan import Plan
+from tunewell.training.compile import CompileTimes, compile_model, save_measured
 from tunewell.training.step import TrainableModel
 
 _NUM_STEPS = 3
@@ -29,29 +29,27 @@ _NICENESS = 5
 def compile_ahead(description: dict[str, Any]) -> None:
     """Build the described model, compile it and take a few steps."""
     attention.register()
-    settings = description["config"]
-    config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-    with torch.device(description["device"]):
+    plan, settings = Plan.model_validate(description["plan"]), Config.model_validate(description["config"])
+    config = CONFIG_MAPPING[description["model"]["model_type"]].from_dict(description["model"])
+    with torch.device(plan.device.value):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, description["dtype"]), attn_implementation=attention.FLASH
         )
-    if description["quantized"] is not None:
+    if plan.quantized is not None:
         from tunewell.models.quantized import quantize_model
 
-        quantize_model(model, QuantizedBase.model_validate(description["quantized"]), model.device)
-    METHODS.load(description["method"]).apply(
-        model, MethodSettings.model_validate(description["method_settings"]), seed=0
-    )
+        quantize_model(model, plan.quantized, model.device)
+    METHODS.load(plan.method.value).apply(model, settings.method, seed=0)
     learner = TrainableModel(
         model,
-        description["precision"],
+        plan.precision.value,
         description["longest"],
-        settings=Train.model_validate(description["train"]),
+        settings=settings.train,
         head=head_shape(model),
+        may_use_graphs=description["may_use_graphs"],
     )
-    learner.may_use_graphs = description["may_use_graphs"]
     if description["is_recomputing"]:
-        learner.recompute(learner.settings.recompute if learner.settings.recompute != "off" else "on")
+        learner.recompute("on" if settings.train.recompute == "off" else settings.train.recompute)
     compile_model(learner, FixedShape(**description["shape"]))
     ids = np.arange(8) % config.vocab_size
     batch = MicroBatch(
@@ -66,7 +64,7 @@ def compile_ahead(description: dict[str, Any]) -> None:
     for number in range(_NUM_STEPS):
         learner.take_step([batch], number=number, rate=0.0).read()
     # The run may have ended before; a later one finds the entry, and replaces it with what it measures.
-    save_measured(description["signature"], Measured())
+    save_measured(description["signature"], CompileTimes())
 
 
 if __name__ == "__main__":

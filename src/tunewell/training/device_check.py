@@ -36,15 +36,15 @@ def check_device(parts: RunInputs, run: Run, device: DeviceFacts) -> DeviceFacts
     model = chain(learner.model.parameters(), learner.model.buffers(), learner.parameters.values())  # and gradients
     needed, free = sum(tensor.nbytes for tensor in model), host.free_bytes
     if free is not None and needed > free:
-        message = f"a second copy of the model needs {size_bytes(needed)}, and {size_bytes(free)} are free"
-        run.listener(Note(f"the GPU (mps) was not checked against the CPU: {message}"))
-        return device
+        return _skip(
+            run, device, f"a second copy of the model needs {size_bytes(needed)}, and {size_bytes(free)} are free"
+        )
     lengths = run.order.lengths
     order = np.argsort(lengths, kind="stable")
     batch = make_batch(run.documents, order[: max(1, int((lengths[order].cumsum() <= _TOKENS).sum()))])
     try:
         found = _pass(learner, batch)
-        learner.change(precision=None, device="cpu")
+        learner.change(device="cpu")
         expected = _pass(learner, batch)
         loss, norms = distance(found[:1], expected[:1]), distance(found[1:], expected[1:])
         message = (
@@ -52,17 +52,16 @@ def check_device(parts: RunInputs, run: Run, device: DeviceFacts) -> DeviceFacts
             f"{norms:.0e}; rounding explains at most {_BOUND:.0e}"
         )
         if loss <= _BOUND and norms <= _BOUND:
-            learner.change(precision=None, device="mps")
+            learner.change(device="mps")
             run.listener(Note(f"check passed: {message}"))
             return device
     except (RuntimeError, TypeError) as error:
         learner.drop_gradients()
         if is_out_of_memory(error):
             free_memory(error)
-            learner.change(precision=None, device="mps")
-            run.listener(Note("the GPU (mps) was not checked against the CPU: out of memory"))
-            return device
-        learner.change(precision=None, device="cpu")
+            learner.change(device="mps")
+            return _skip(run, device, "out of memory")
+        learner.change(device="cpu")
         message = f"mps cannot compute a step: {error}".partition("\n")[0]
     words = f"training on the CPU, because {message}"
     run.plan = parts.plan = run.plan.model_copy(update={"device": Chosen[str](value="cpu", because=words)})
@@ -72,6 +71,11 @@ def check_device(parts: RunInputs, run: Run, device: DeviceFacts) -> DeviceFacts
     run.healing.add(entry)
     run.listener(Healed(entry))
     return host
+
+
+def _skip(run: Run, device: DeviceFacts, because: str) -> DeviceFacts:
+    run.listener(Note(f"the GPU (mps) was not checked against the CPU: {because}"))
+    return device
 
 
 def _pass(learner: TrainableModel, batch: MicroBatch) -> Tensor:

@@ -3,7 +3,7 @@
 import atexit
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -133,10 +133,6 @@ class World:
                 fix=f"see what the rank that ended first printed; then {fix}",
             ) from error
 
-    def share(self, parts: Sequence[T]) -> list[T]:
-        """Return this rank's items of a list. Each item belongs to exactly one rank."""
-        return list(parts[self.rank :: self.size])
-
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Replace tensors in place by their sums over all ranks, in one all-reduce."""
         if self.size == 1 or not tensors:
@@ -151,7 +147,7 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank. The result is the same on all ranks."""
-        return bool(self.max(int(flag)))
+        return flag if self.size == 1 else bool(self.max(int(flag)))
 
     def max(self, number: int) -> int:
         """Return the maximum of a number over all ranks."""

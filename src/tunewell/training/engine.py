@@ -1,7 +1,7 @@
 """The training loop: take steps, evaluate, save checkpoints, and recover from bad steps."""
 
+import math
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from tunewell.core.units import count
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.data.read_ahead import ReadAhead
 from tunewell.machine.out_of_memory import OutOfMemory
-from tunewell.training.compile import make_compiler
+from tunewell.training.compile import Compiler, make_compiler
 from tunewell.training.evaluate import evaluate, is_evaluation_due, limit_evaluations, limit_saves
 from tunewell.training.events import Note, StepTaken
 from tunewell.training.healing import Healer
@@ -36,12 +36,14 @@ def train(run: Run, *, handle_signals: bool = True) -> Ending:
 
 
 class _Loop:
-    """The state of the training loop, including whether a signal has interrupted the run."""
+    """The state of the training loop. It logs one event per step."""
 
     def __init__(self, run: Run, signals: Signals) -> None:
         self.run, self.plan, self.signals = run, run.plan, signals
         self.healer = Healer(run)
-        self.log = StepLog(run, on_step=self.on_step)
+        self.late: StepRecord | None = None
+        """The last step, if it is not logged yet: on CUDA, its metrics arrive during the next step."""
+        self.clock, self.num_computed = time.perf_counter(), run.learner.num_computed
         self.compiler = make_compiler(run)
         self.is_interrupted = False
         self.slow_step = SlowStep(run)
@@ -61,7 +63,7 @@ class _Loop:
                     self.save(is_best=True, wait=True)
                 if self.healer.stop:
                     return _stopped(self.healer.stop)
-                self.log.restart_clock()
+                self.restart_clock()
             if self.has_steps_left():
                 self.slow_step.start()
             while self.has_steps_left():
@@ -70,24 +72,26 @@ class _Loop:
                 except OutOfMemory as error:
                     return Ending("stopped", str(error), EXIT_STOPPED, advice=_memory_advice(run))
                 with run.learner.phases("health"):
-                    self.compile_if_due()
+                    if self.compiler and self.compiler.is_due(run.learner, step=run.progress.step):
+                        self.compile(self.compiler)
                     self.is_interrupted = run.learner.world.any(self.signals.asked is not None)
                     is_evaluating, is_saving = self.what_is_due()
                     if is_evaluating or is_saving:
-                        self.log.flush()  # check the last step before evaluating or saving it, also when interrupted
+                        self.flush()  # check the last step before evaluating or saving it, also when interrupted
                     action = self.healer.apply()
                 is_best = action is None and is_evaluating and self.evaluate()
                 match action or self.healer.apply():  # the evaluation may have found divergence
                     case Rewind():
-                        self.log.discard()
+                        self.late = None
+                        self.restart_clock()
                         continue
                     case Stop() as stop:
                         return _stopped(stop)
                 is_over = self.is_interrupted or self.healer.stop is not None or not self.has_steps_left()
                 if is_saving or is_best or is_over:
-                    run.checkpoints.hold_before(self.healer.monitor.history.low_step)
+                    run.checkpoints.held_before = self.healer.monitor.low_step
                     self.save(is_best=is_best, wait=is_over)
-                    self.log.restart_clock()
+                    self.restart_clock()
                 if self.healer.stop:
                     return _stopped(self.healer.stop)
                 if self.is_interrupted:
@@ -101,13 +105,14 @@ class _Loop:
 
     def what_is_due(self) -> tuple[bool, bool]:
         """Return whether to evaluate and whether to save after this step."""
-        step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
-        if 0 in (step % self.run.plan.evaluate_every.value, step % self.run.plan.save_every.value):
-            self.log.flush()  # the last step's time and metrics, which arrive late on CUDA
-            limit_evaluations(self.run)
-            limit_saves(self.run)
-        is_evaluating = is_last or step % self.run.plan.evaluate_every.value == 0
-        is_saving = is_last or step % self.run.plan.save_every.value == 0
+        run, step = self.run, self.run.progress.step
+        is_last = step == self.plan.num_steps.value
+        if 0 in (step % run.plan.evaluate_every.value, step % run.plan.save_every.value):
+            self.flush()  # the last step's time and metrics, which arrive late on CUDA
+            limit_evaluations(run)
+            limit_saves(run)
+        is_evaluating = is_last or step % run.plan.evaluate_every.value == 0
+        is_saving = is_last or step % run.plan.save_every.value == 0
         return is_evaluating and not self.is_interrupted, is_saving or self.is_interrupted
 
     def take_step(self) -> None:
@@ -125,22 +130,15 @@ class _Loop:
             schedule=plan.schedule.value,
             min_share=run.config.train.min_rate_share,
         )
-        limit = healer.norm_limit()
+        limit = healer.monitor.norm_limit() if run.config.healing.on else math.inf
         compiler, planned = self.compiler, plan.micro_batch_tokens.value
-        ladder = OomLadder(
-            run.learner,
-            run.order.lengths,
-            run.healing.limits,
-            compiler.budget(run.learner, planned) if compiler else planned,
-            report=healer.memory_reporter(step.number + 1),
-            is_on=run.config.healing.on,
-            is_always_recomputing=run.config.train.recompute != "off",
-        )
+        planned = compiler.budget(run.learner, planned) if compiler else planned
+        ladder = OomLadder(run, run.healing.limits.cap(planned), healer.memory_reporter(step.number + 1))
         while True:
             # One document of a compiled shape is reserved for padding.
             max_documents = run.learner.shape.documents - 1 if run.learner.shape else None
             with phases("data"):
-                groups = micro_batches(documents, run.order.lengths, ladder.micro_batch_tokens, most=max_documents)
+                groups = micro_batches(documents, run.order.lengths, ladder.tokens, most=max_documents)
                 batches = [make_batch(run.documents, group) for group in groups]
                 if isinstance(run.documents, ReadAhead):
                     run.documents.request(run.order.step(step.number + 1).documents)
@@ -155,97 +153,24 @@ class _Loop:
         run.progress.step += 1
         run.progress.tokens += tokens
         run.progress.supervised_tokens += supervised
-        self.log.add(StepRecord(step, groups, result, rate, limit, tokens, supervised))
-
-    def on_step(self, record: StepRecord, event: StepTaken) -> None:
-        self.slow_step.stop()
-        if self.compiler:
-            self.compiler.on_step(self.run.learner, event)
-        self.healer.on_step(record, event)
-
-    def compile_if_due(self) -> None:
-        learner = self.run.learner
-        if self.compiler and self.compiler.is_due(learner, step=self.run.progress.step):
-            self.log.flush()
-            budget = self.run.healing.limits.cap(self.plan.micro_batch_tokens.value)
-            self.run.listener(Note(self.compiler.run(learner, self.run.order, budget=budget)))
-            self.slow_step.start("compiling")
-
-    def evaluate(self) -> bool:
-        """Evaluate on the held-out rows, and return True if this is the best evaluation so far."""
-        try:
-            with self.run.learner.phases("evaluate"):
-                is_best = evaluate(self.run, self.healer)
-        except Interrupted:
-            self.is_interrupted = True  # the evaluation is repeated on resume
-            return False
-        self.log.restart_clock()
-        return is_best
-
-    def save(self, *, is_best: bool, wait: bool) -> None:
-        """Write a checkpoint, on rank 0 only."""
-        run = self.run
-        if not run.learner.world.is_first:
-            return
-        started = time.perf_counter()
-        run.listener(Progress("saving a checkpoint"))
-        with run.learner.phases("save_wait"):  # one checkpoint is written at a time
-            run.checkpoints.wait()
-        with run.learner.phases("save"):
-            run.events.sync()
-            run.checkpoints.save(state_of(run), is_best=is_best)
-        with run.learner.phases("save_wait"):
-            if wait:
-                run.checkpoints.wait()
-        run.seconds["save"] += time.perf_counter() - started
-
-    def interrupted(self) -> Ending:
-        signal = self.signals.asked
-        code = self.run.learner.world.max(self.signals.exit_code or 0)
-        return Ending("interrupted", f"stopped by {signal or 'another process'}", code, signal, is_resumable=True)
-
-
-class StepLog:
-    """Logs one event per step. On CUDA, a step is logged after the next step, when its metrics have arrived."""
-
-    def __init__(self, run: Run, *, on_step: Callable[[StepRecord, StepTaken], None]) -> None:
-        self._run, self._on_step = run, on_step
-        self._late: StepRecord | None = None
-        self._clock = time.perf_counter()
-        self._num_computed = run.learner.num_computed
-
-    def add(self, record: StepRecord) -> None:
-        """Add a step, and log the previous one."""
-        before, self._late = self._late, record
-        if before is not None:
-            self._write(before)
-        if record.result.arrived is None:
+        self.flush()  # the previous step
+        self.late = StepRecord(step, groups, result, rate, limit, tokens, supervised)
+        if result.arrived is None:
             self.flush()
 
     def flush(self) -> None:
-        """Wait for the metrics of the last step and log them."""
-        if self._late is not None:
-            late, self._late = self._late, None
-            self._write(late)
-
-    def discard(self) -> None:
-        """Discard the last step, because the run was rewound to an earlier step."""
-        self._late = None
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Restart timing, so that the time since the last step is not counted as part of the next one."""
-        self._clock = time.perf_counter()
-
-    def _write(self, record: StepRecord) -> None:
-        learner = self._run.learner
+        """Wait for the metrics of the last step, log them and check them."""
+        run, learner, record = self.run, self.run.learner, self.late
+        if record is None:
+            return
+        self.late = None
         with learner.phases("wait"):
             loss, norm, was_skipped, scale = record.result.read()
         now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        self._run.seconds["train"] += seconds
-        self._run.step_seconds.append(seconds)
-        num_before, self._num_computed = self._num_computed, learner.num_computed
+        seconds, self.clock = now - self.clock, now
+        run.seconds["train"] += seconds
+        run.step_seconds.append(seconds)
+        num_before, self.num_computed = self.num_computed, learner.num_computed
         with learner.phases("log"):
             event = StepTaken(
                 step=record.step.number + 1,
@@ -266,10 +191,56 @@ class StepLog:
                 phases=learner.phases.take(),
             )
             if learner.world.is_first:
-                self._run.events.append({"kind": "step", **event.__dict__})
-            self._run.listener(event)
+                run.events.append({"kind": "step", **event.__dict__})
+            run.listener(event)
         with learner.phases("health"):
-            self._on_step(record, event)
+            self.slow_step.stop()
+            if self.compiler:
+                self.compiler.on_step(learner, event)
+            self.healer.on_step(record, event)
+
+    def restart_clock(self) -> None:
+        """Restart timing, so that the time since the last step is not counted as part of the next one."""
+        self.clock = time.perf_counter()
+
+    def compile(self, compiler: Compiler) -> None:
+        run = self.run
+        self.flush()
+        run.listener(Note(compiler.run(run.learner, run.order, budget=run.micro_batch_tokens)))
+        self.slow_step.start("compiling")
+
+    def evaluate(self) -> bool:
+        """Evaluate on the held-out rows, and return True if this is the best evaluation so far."""
+        try:
+            with self.run.learner.phases("evaluate"):
+                is_best = evaluate(self.run, self.healer)
+        except Interrupted:
+            self.is_interrupted = True  # the evaluation is repeated on resume
+            return False
+        self.restart_clock()
+        return is_best
+
+    def save(self, *, is_best: bool, wait: bool) -> None:
+        """Write a checkpoint, on rank 0 only."""
+        run = self.run
+        if not run.learner.world.is_first:
+            return
+        started = time.perf_counter()
+        run.listener(Progress("saving a checkpoint"))
+        with run.learner.phases("save_wait"):  # one checkpoint is written at a time
+            run.checkpoints.wait()
+        with run.learner.phases("save"):
+            run.events.sync()
+            run.checkpoints.save(state_of(run), is_best=is_best)
+        if wait:
+            with run.learner.phases("save_wait"):
+                run.checkpoints.wait()
+        run.seconds["save"] += time.perf_counter() - started
+
+    def interrupted(self) -> Ending:
+        signal = self.signals.asked
+        code = self.run.learner.world.max(self.signals.exit_code or 0)
+        return Ending("interrupted", f"stopped by {signal or 'another process'}", code, signal, is_resumable=True)
 
 
 def _stopped(stop: Stop) -> Ending:

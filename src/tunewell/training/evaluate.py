@@ -68,21 +68,20 @@ def limit_evaluations(run: Run) -> None:
     # One evaluation was at step 0.
     possible = max(1, int(_EVALUATION_SHARE * training / seconds["look"]) - 1)
     is_costly = seconds["look"] * planned > _MIN_EVALUATION_SECONDS
-    factor = math.ceil(planned / possible) if is_costly else 1
-    factor = run.learner.world.max(factor)
-    if factor > 1:
-        because = (
-            f"an evaluation takes {seconds['look']:.1f} s and a step {step_seconds:.2f} s, so evaluating takes "
-            f"at most {_EVALUATION_SHARE:.0%} of the training time"
-        )
-        chosen = Chosen[int](value=min(every * factor, plan.num_steps.value), because=because)
-        update = {"evaluate_every": chosen}
-        save_every = run.learner.world.max(min(chosen.value, int(_SAVE_SECONDS / step_seconds)))
-        if run.config.checkpoints.every_steps == "auto" and save_every > plan.save_every.value:
-            rarer = "at every evaluation, or about every 5 minutes if that is more often"
-            update["save_every"] = Chosen[int](value=save_every, because=rarer)
-        _change_plan(run, update)
-        run.listener(Note(f"the model is evaluated every {count(chosen.value, 'step')}: {because}"))
+    factor = run.learner.world.max(math.ceil(planned / possible) if is_costly else 1)
+    if factor == 1:
+        return
+    because = (
+        f"an evaluation takes {seconds['look']:.1f} s and a step {step_seconds:.2f} s, so evaluating takes "
+        f"at most {_EVALUATION_SHARE:.0%} of the training time"
+    )
+    every = min(every * factor, plan.num_steps.value)
+    changes = {"evaluate_every": Chosen[int](value=every, because=because)}
+    save_every = run.learner.world.max(min(every, int(_SAVE_SECONDS / step_seconds)))
+    if run.config.checkpoints.every_steps == "auto" and save_every > plan.save_every.value:
+        rarer = "at every evaluation, or about every 5 minutes if that is more often"
+        changes["save_every"] = Chosen[int](value=save_every, because=rarer)
+    _change_plan(run, changes, f"the model is evaluated every {count(every, 'step')}: {because}")
 
 
 def limit_saves(run: Run) -> None:
@@ -93,37 +92,39 @@ def limit_saves(run: Run) -> None:
     They are recorded in the plan, so that a resumed run uses them too.
     """
     plan, step, world = run.plan, run.progress.step, run.learner.world
+    last = plan.num_steps.value
     intervals = {"evaluate_every": run.config.evaluate.every_steps, "save_every": run.config.checkpoints.every_steps}
     due = [name for name, key in intervals.items() if key == "auto" and step % getattr(plan, name).value == 0]
-    if not due or step >= plan.num_steps.value:
+    if not due or step >= last:
         return
-    remaining = (plan.num_steps.value - step) * statistics.median(run.step_seconds or [0.0])
+    remaining = (last - step) * statistics.median(run.step_seconds or [0.0])
     seconds = run.checkpoints.write_seconds
     if world.any(seconds > max(remaining, _MIN_WRITE_SECONDS)):
-        last = plan.num_steps.value
+        values = dict.fromkeys(due, last)
         because = (
             f"at step {count(step)}, training had {remaining:.0f} s left, and writing a checkpoint takes "
             f"{seconds:.0f} s"
         )
-        changes = {name: Chosen[int](value=last, because=because) for name in due}
     elif world.any(run.checkpoints.is_writing):
         because = f"at step {count(step)}, the previous checkpoint was still being written"
-        changes = dict[str, Chosen[int]]()
-        for name in due:
-            every = getattr(plan, name).value
-            longer = next(every * factor for factor in itertools.count(2) if step % (every * factor))
-            changes[name] = Chosen[int](value=min(longer, plan.num_steps.value), because=because)
+        values = {name: min(_next_multiple(getattr(plan, name).value, step), last) for name in due}
     else:
         return
-    _change_plan(run, changes)
-    shown = " and ".join(f"`{name}` is now {count(chosen.value, 'step')}" for name, chosen in changes.items())
-    run.listener(Note(f"{shown}: {because}"))
+    shown = " and ".join(f"`{name}` is now {count(value, 'step')}" for name, value in values.items())
+    changes = {name: Chosen[int](value=value, because=because) for name, value in values.items()}
+    _change_plan(run, changes, f"{shown}: {because}")
 
 
-def _change_plan(run: Run, changes: dict[str, Chosen[int]]) -> None:
+def _next_multiple(every: int, step: int) -> int:
+    """Return the smallest multiple of an interval that is not due at a step."""
+    return next(every * factor for factor in itertools.count(2) if step % (every * factor))
+
+
+def _change_plan(run: Run, changes: dict[str, Chosen[int]], note: str) -> None:
     run.plan = run.plan.model_copy(update=changes)
     if run.learner.world.is_first:
         write_plan(run.checkpoints.folder.parent, run.plan)
+    run.listener(Note(note))
 
 
 def evaluate(run: Run, healer: Healer) -> bool:
@@ -147,8 +148,9 @@ def evaluate(run: Run, healer: Healer) -> bool:
     if math.isfinite(found.loss):  # a NaN does not count towards `evaluate.patience`
         progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
     seconds = time.perf_counter() - started
-    num_faulty, history = _num_faulty(samples), healer.monitor.history
-    are_degenerate = history.are_most_faulty(num_faulty, len(samples)) if len(samples) >= _MIN_JUDGED else None
+    num_faulty = _num_faulty(samples)
+    is_judged = len(samples) >= _MIN_JUDGED
+    are_degenerate = healer.monitor.are_most_faulty(num_faulty, len(samples)) if is_judged else None
     event = Evaluated(
         progress.step,
         found.loss,
@@ -172,7 +174,7 @@ def evaluate(run: Run, healer: Healer) -> bool:
 def _loss_within_memory(run: Run, healer: Healer) -> HeldOutLoss | None:
     """Return the held-out loss, computed in batches that fit in memory, or None if a single document does not fit."""
     limits = run.healing.limits
-    budget = limits.evaluation_tokens or limits.cap(run.plan.micro_batch_tokens.value)
+    budget = limits.evaluation_tokens or run.micro_batch_tokens
     lengths = np.asarray(run.held_out.index["length"])
     while True:
         try:

@@ -43,6 +43,9 @@ _PARTS = {
 }
 
 
+_ENDLESS = 1 << 30
+
+
 @dataclass
 class _Fault:
     kind: str
@@ -53,17 +56,16 @@ class _Fault:
     def number(self, name: str, default: float = math.inf) -> float:
         return float(self.options.get(name, default))
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the fault is due at this step. Without a `step` option it is due at every step."""
-        if self.left <= 0 or ((marker := self.options.get("marker")) and Path(marker).exists()):
+    def happens(self, step: int, size: float) -> bool:
+        """Return whether the fault happens now, and count it. Without a `step` option it is due at every step."""
+        marker = self.options.get("marker")
+        is_large = size > self.number("prompts" if self.part == "generation" else "tokens", -1)
+        if self.left <= 0 or self.number("step", 0) > step or not is_large or (marker and Path(marker).exists()):
             return False
-        return "step" not in self.options or self.number("step") <= step
-
-    def happen(self) -> None:
-        """Count one occurrence."""
         self.left -= 1
-        if marker := self.options.get("marker"):
+        if marker:
             Path(marker).touch()
+        return True
 
 
 @dataclass
@@ -81,7 +83,7 @@ class FaultInjector(StepHooks):
         for fault in self._happening("step", number):
             _end(fault.kind)
         self._documents = frozenset(batch.documents)
-        self._run_out("forward", number, f"computing {batch.num_tokens} tokens", size=batch.num_tokens)
+        self._run_out("forward", number, f"computing {batch.num_tokens} tokens", batch.num_tokens)
         yield
         self._run_out("backward", number, "computing gradients")
 
@@ -96,11 +98,11 @@ class FaultInjector(StepHooks):
 
     def before_evaluation(self, batch: MicroBatch) -> None:
         """Run out of memory if the batch is larger than the fault's limit."""
-        self._run_out("held_out", 0, f"evaluating {batch.num_tokens} held-out tokens", size=batch.num_tokens)
+        self._run_out("held_out", 0, f"evaluating {batch.num_tokens} held-out tokens", batch.num_tokens)
 
     def before_answers(self, num_prompts: int) -> None:
         """Run out of memory if there are more prompts than the fault's limit."""
-        self._run_out("generation", 0, f"answering {num_prompts} questions at once", size=num_prompts)
+        self._run_out("generation", 0, f"answering {num_prompts} questions at once", num_prompts)
 
     def documents(self, corpus: Corpus) -> TokenizedDocuments:
         """Return documents that are slow to read, if the corpus is in the folder of a fault."""
@@ -126,12 +128,9 @@ class FaultInjector(StepHooks):
 
     def _happening(self, part: str, step: int, size: float = math.inf) -> Iterator[_Fault]:
         """Yield and count the faults of a part that are due at this step, for this number of tokens or prompts."""
-        for fault in self._of(part):
-            if fault.is_due(step) and size > fault.number("prompts" if part == "generation" else "tokens", -1):
-                fault.happen()
-                yield fault
+        yield from (fault for fault in self._of(part) if fault.happens(step, size))
 
-    def _run_out(self, part: str, step: int, doing: str, *, size: float = math.inf) -> None:
+    def _run_out(self, part: str, step: int, doing: str, size: float = math.inf) -> None:
         for _ in self._happening(part, step, size):
             raise torch.OutOfMemoryError(f"injected: out of memory while {doing}")
 
@@ -171,8 +170,7 @@ def _read(text: str) -> _Fault:
         known = ", ".join(f"{kind}@{part}" for kind, parts in _PARTS.items() for part in parts)
         raise UserError(f"unknown fault `{head}`", where=VARIABLE, fix=f"use one of: {known}")
     options = dict(part.split("=", 1) for part in rest.split(",") if "=" in part)
-    endless = 1 << 30
-    default = endless if "step" not in options or (kind == "scale" and "times" not in options) else 1
+    default = 1 if "step" in options and kind != "scale" else _ENDLESS
     return _Fault(kind, part, options, int(options.get("times", default)))
 
 

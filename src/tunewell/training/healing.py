@@ -13,9 +13,9 @@ from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.records.report import Fault
 from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Evaluated, Healed, Note, StepTaken
-from tunewell.training.health import Finding, HealthMonitor, StepMetrics, is_far_above
+from tunewell.training.health import HealthFinding, HealthMonitor, StepMetrics, is_far_above
 from tunewell.training.log_rules import flat_loss
-from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
+from tunewell.training.recovery import RecoveryHistory, Rewind, ShrinkMicroBatches, Skip, Stop, decide
 from tunewell.training.run import Run, past_events, rewind
 from tunewell.training.step import StepRecord
 
@@ -36,6 +36,7 @@ _FAULT_WORDS: dict[Fault, str] = {
     "loops": "loop",
     "echo": "repeat the question",
 }
+_UNKNOWN = Cause(None)
 _FEW_DOCUMENTS = 8
 """Number of documents that may be left out of any corpus, however small."""
 
@@ -50,7 +51,7 @@ class Healer:
         self._load_history()
         start = RecoveryHistory(run.plan.precision.value, run.learner.device.type)
         self.history = start.after_all(run.healing.entries, self._rules)
-        self._pending: list[tuple[list[Finding], StepRecord]] = []
+        self._pending: list[tuple[list[HealthFinding], StepRecord]] = []
         self._last_record: StepRecord | None = None
         self._reported: set[tuple[int, str]] = {(entry.step, entry.name) for entry in run.healing.entries}
         self._repeated = _skips_since_rewind(run.healing.entries)
@@ -68,10 +69,6 @@ class Healer:
             run.learner.change(precision=precision, device=device)
         if run.healing.limits.is_recomputing:
             run.learner.recompute("on")
-
-    def norm_limit(self) -> float:
-        """Return the gradient norm above which the next update is skipped; infinite if healing is off."""
-        return self.monitor.norm_limit() if self._rules.on else math.inf
 
     def on_step(self, record: StepRecord, event: StepTaken) -> None:
         """Check the metrics of a step. Report notes at once, and queue problems for `apply`."""
@@ -94,7 +91,7 @@ class Healer:
             self.monitor.remember(_metrics(event))
         for event in past_events(self._run, kind="held_out", until=until):
             self.monitor.remember(StepMetrics(event["step"], held_out_loss=event["loss"]))
-            self.monitor.history.add_answers(event["step"], event.get("are_degenerate"), event.get("num_faulty", 0))
+            self.monitor.add_answers(event["step"], event.get("are_degenerate"), event.get("num_faulty", 0))
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Check the loss and the sample answers of an evaluation."""
@@ -112,63 +109,65 @@ class Healer:
             advice = f". {self.stop.advice}" if self.stop else ""
             self._report(finding, "stop" if self.stop else "none", f"{finding.words}{advice}")
 
-    def _held_out_divergence(self, event: Evaluated) -> Finding | None:
+    def _held_out_divergence(self, event: Evaluated) -> HealthFinding | None:
         """Return a finding if two evaluations in a row, or the last one, are far above the one at step 0.
 
         The step rules need many steps, and they do not know the loss before training if the first updates destroyed
         the model. The held-out rows are always the same, so that two evaluations are enough.
         """
-        history, about = self.monitor.history, self._run.about
-        (first_step, first), *later = history.held_out
+        monitor = self.monitor
+        (first_step, first), *later = monitor.held_out
         needed = 1 if event.step == self._run.plan.num_steps.value else 2
-        is_above = len(later) >= needed and all(is_far_above(loss, first, about) for _, loss in later[-needed:])
-        if first_step != 0 or not is_above or history.has_learned() or "lr-too-high" in history.reported:
+        is_above = len(later) >= needed and all(is_far_above(loss, first, monitor.about) for _, loss in later[-needed:])
+        if first_step != 0 or not is_above or monitor.has_learned() or "lr-too-high" in monitor.reported:
             return None
-        history.reported.add("lr-too-high")
-        rates = [metrics.learning_rate for metrics in history.recent if metrics.learning_rate is not None]
+        monitor.reported.add("lr-too-high")
+        rates = [metrics.learning_rate for metrics in monitor.recent if metrics.learning_rate is not None]
         words = f"the held-out loss rose from {first:.3g} before training to {event.loss:.3g}"
         numbers = {"low": first, "low_step": 0, "now": event.loss, "learning_rate": max(rates, default=None)}
-        return Finding("lr-too-high", "fault", event.step, words, numbers)
+        return HealthFinding("lr-too-high", "fault", event.step, words, numbers)
 
     def conclude(self) -> str:
         """Report a loss that rose or stayed flat over the whole run. Return a short description, or "" if it fell."""
-        history, step, losses = self.monitor.history, self._run.progress.step, self._held_out_losses()
-        if len(losses) > 1 and losses[-1] > (1 + _MIN_RISE) * losses[0] and not history.has_learned():
-            if "lr-too-high" not in history.reported:
+        monitor, step, losses = self.monitor, self._run.progress.step, self._held_out_losses()
+        if len(losses) > 1 and losses[-1] > (1 + _MIN_RISE) * losses[0] and not monitor.has_learned():
+            if "lr-too-high" not in monitor.reported:
                 words = f"the held-out loss ended at {losses[-1]:.3g}, above {losses[0]:.3g} before training"
                 numbers = {"low": losses[0], "now": losses[-1]}
-                self._report(Finding("lr-too-high", "warning", step, words, numbers), "none", words)
+                self._report(HealthFinding("lr-too-high", "warning", step, words, numbers), "none", words)
             return "the held-out loss rose"
         return self._check_flat(step)
 
     def _held_out_losses(self) -> list[float]:
         """Return the held-out losses, that of the base model first; an empty list if that one is not known."""
-        found = [(step, loss) for step, loss in self.monitor.history.held_out if math.isfinite(loss)]
+        found = [(step, loss) for step, loss in self.monitor.held_out if math.isfinite(loss)]
         return [loss for _, loss in found] if found and found[0][0] == 0 else []
 
     def _is_flat_due(self, step: int) -> bool:
         """Return whether enough of the run is over to call its loss flat before its end."""
-        plan, found = self._run.plan, len(self._held_out_losses())
-        is_clear = found > _MIN_EVALUATIONS if found else 2 * step >= plan.num_steps.value
-        return is_clear and step % plan.evaluate_every.value == 0 and step >= 2 * plan.warmup_steps.value
+        plan = self._run.plan
+        if step % plan.evaluate_every.value or step < 2 * plan.warmup_steps.value:
+            return False
+        found = len(self._held_out_losses())
+        return found > _MIN_EVALUATIONS if found else 2 * step >= plan.num_steps.value
 
     def _check_flat(self, step: int) -> str:
         """Report a loss that has not fallen since the start, once. Return a short description, or "" if it fell."""
-        history, run = self.monitor.history, self._run
+        monitor, run = self.monitor, self._run
         name, losses = "held-out", self._held_out_losses()
         if len(losses) > 1:
-            limit = _VERY_FLAT if history.has_learned() else _FLAT
+            limit = _VERY_FLAT if monitor.has_learned() else _FLAT
             is_flat = step >= _MIN_STEPS and all(abs(loss - losses[0]) < limit * losses[0] for loss in losses)
             words = f"the held-out loss stayed at {losses[0]:.3g} for {count(step, 'step')}"
             numbers = {"first": losses[0], "last": losses[1:]}
-            finding = Finding("flat-loss", "warning", step, words, numbers) if is_flat else None
+            finding = HealthFinding("flat-loss", "warning", step, words, numbers) if is_flat else None
         else:
             name, events = "training", past_events(run, kind="step", until=step)
             finding = flat_loss([_metrics(event) for event in events])
         if finding is None:
             return ""
-        if "flat-loss" not in history.reported:
-            history.reported.add("flat-loss")
+        if "flat-loss" not in monitor.reported:
+            monitor.reported.add("flat-loss")
             words = (
                 f"{finding.words}: the learning rate is too low, too few layers are trainable, or the supervised "
                 "tokens do not depend on the text before them. In the next run, try "
@@ -178,23 +177,23 @@ class Healer:
             self._report(finding, "none", words)
         return f"the {name} loss did not fall"
 
-    def _degenerate_answers(self, event: Evaluated) -> Finding | None:
+    def _degenerate_answers(self, event: Evaluated) -> HealthFinding | None:
         """Return a finding if most samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
-        history = self.monitor.history
-        history.add_answers(event.step, event.are_degenerate, event.num_faulty)
-        if not event.are_degenerate or len(history.degenerate) != _DEGENERATE_IN_A_ROW:
+        monitor = self.monitor
+        monitor.add_answers(event.step, event.are_degenerate, event.num_faulty)
+        if not event.are_degenerate or len(monitor.degenerate) != _DEGENERATE_IN_A_ROW:
             return None
         faulty = [sample for sample in event.samples if sample.fault]
         faults = sorted({_FAULT_WORDS[sample.fault] for sample in faulty if sample.fault})
         answers = [sample.answer for sample in faulty[:_SHOWN_ANSWERS]]
-        steps = " and ".join(count(step) for step in history.degenerate)
+        steps = " and ".join(count(step) for step in monitor.degenerate)
         shown = ", ".join(f'"{shorten_line(answer, _SHOWN_CHARS)}"' for answer in answers)
         share = "all" if len(faulty) == len(event.samples) else f"{len(faulty)} of"
         words = f"{share} {len(event.samples)} sample answers {' or '.join(faults)} at steps {steps}: {shown}"
         # A model with random weights repeats a few tokens until it has learned to answer.
-        is_new = self._run.about.is_from_scratch and not history.has_answered
-        numbers = {"faults": faults, "steps": list(history.degenerate), "answers": answers}
-        return Finding("degenerate-answers", "note" if is_new else "warning", event.step, words, numbers)
+        is_new = self._run.about.is_from_scratch and not monitor.has_answered
+        numbers = {"faults": faults, "steps": list(monitor.degenerate), "answers": answers}
+        return HealthFinding("degenerate-answers", "note" if is_new else "warning", event.step, words, numbers)
 
     def apply(self) -> "Stop | Rewind | None":
         """Apply remedies for the last steps. A returned `Rewind` is already done; the caller must act on a `Stop`."""
@@ -204,8 +203,8 @@ class Healer:
                 return action
         return None
 
-    def _apply(self, findings: list[Finding], record: StepRecord) -> "Stop | Rewind | None":
-        worst = findings[0]
+    def _apply(self, findings: list[HealthFinding], record: StepRecord) -> "Stop | Rewind | None":
+        run, worst = self._run, findings[0]
         if (worst.step, worst.name) in self._repeated:
             return None  # already skipped before the resume; its remedy is in force
         worst.numbers["step_documents"] = [int(document) for document in record.step.documents[:_NAMED_DOCUMENTS]]
@@ -227,8 +226,10 @@ class Healer:
             case Skip(finding, is_quarantining):
                 cause = cause if is_quarantining else Cause(cause.tensor)
                 self._skip(finding, cause, record, is_explained=is_explained and bool(cause.documents))
-            case Split(finding):
-                self._split(finding)
+            case ShrinkMicroBatches(finding):
+                half = max(1, run.micro_batch_tokens // 2)
+                words = f"{finding.words}; from now on, {count(half)} tokens are computed at once"
+                self._report(finding, "split", words, micro_batch_tokens=half)
             case Rewind():
                 self._rewind(action, cause, record)
                 return action
@@ -237,9 +238,9 @@ class Healer:
                 return action
         return None
 
-    def _find_cause(self, worst: Finding, record: StepRecord) -> Cause:
+    def _find_cause(self, worst: HealthFinding, record: StepRecord) -> Cause:
         """Recompute a step on rank 0 if it was not finite, and return the cause on all ranks."""
-        run, cause = self._run, Cause(None)
+        run, cause = self._run, _UNKNOWN
         numbers = (worst.numbers.get(name) for name in ("loss", "grad_norm"))
         if all(not isinstance(number, float) or math.isfinite(number) for number in numbers):
             return cause
@@ -255,7 +256,7 @@ class Healer:
         left_out = len({*self._run.healing.quarantine, *cause.documents})
         return left_out <= max(_FEW_DOCUMENTS, self._rules.max_left_out * len(self._run.order.lengths))
 
-    def _skip(self, finding: Finding, cause: Cause, record: StepRecord, *, is_explained: bool) -> None:
+    def _skip(self, finding: HealthFinding, cause: Cause, record: StepRecord, *, is_explained: bool) -> None:
         if finding.name != "loss-spike" and not cause.documents:
             self._unexplained.update(map(int, record.step.documents))
         who = f"; {self._documents(cause)} left out from now on" if cause.documents else ""
@@ -263,12 +264,6 @@ class Healer:
         words = f"{finding.words}{_where(cause)}: the update was skipped{again}{who}"
         since = self._run.progress.step
         self._report(finding, "skip", words, cause=cause, since=since, is_explained=is_explained)
-
-    def _split(self, finding: Finding) -> None:
-        run = self._run
-        half = max(1, run.healing.limits.cap(run.plan.micro_batch_tokens.value) // 2)
-        words = f"{finding.words}; from now on, {count(half)} tokens are computed at once"
-        self._report(finding, "split", words, micro_batch_tokens=half)
 
     def _rewind(self, action: Rewind, cause: Cause, record: StepRecord) -> None:
         run = self._run
@@ -320,14 +315,13 @@ class Healer:
 
         def report(action: ActionName, words: str, **values: Any) -> None:
             severity = "fault" if action == "stop" else "warning"
-            self._report(Finding("out-of-memory", severity, step, words), action, words, **values)
+            self._report(HealthFinding("out-of-memory", severity, step, words), action, words, **values)
 
         return report
 
     def _report(
-        self, finding: Finding, action: ActionName, words: str, *, cause: Cause | None = None, **values: Any
+        self, finding: HealthFinding, action: ActionName, words: str, *, cause: Cause = _UNKNOWN, **values: Any
     ) -> None:
-        cause = cause or Cause(None)
         rows = [self._run.name_of(document) for document in cause.documents[:_NAMED_DOCUMENTS]]
         entry = HealingEntry(
             finding.step,
@@ -346,10 +340,8 @@ class Healer:
             return  # reported before the resume
         self._reported.add((entry.step, entry.name))
         self._run.healing.add(entry)
-        if finding.severity != "note" or action != "none":
-            self._run.listener(Healed(entry))
-        else:
-            self._run.listener(Note(f"step {count(entry.step)}: {words}"))
+        is_note = finding.severity == "note" and action == "none"
+        self._run.listener(Note(f"step {count(entry.step)}: {words}") if is_note else Healed(entry))
 
 
 def _metrics(event: dict[str, Any]) -> StepMetrics:

@@ -75,7 +75,7 @@ class RunContext:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """A problem or a note about one step."""
 
     name: str
@@ -86,9 +86,10 @@ class Finding:
 
 
 @dataclass
-class History:
-    """The earlier steps of a run, as needed by the rules."""
+class HealthMonitor:
+    """Checks the steps of one run, in order. It keeps what the rules need to know about the earlier steps."""
 
+    about: RunContext
     first: StepMetrics | None = None
     recent: deque[StepMetrics] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Ordinary steps, newest last."""
@@ -131,11 +132,60 @@ class History:
         """Return whether the training loss has fallen below that of the first step."""
         return bool(self.recent) and median(self.losses(RECENT)) < self.first_losses[0]
 
+    def observe(self, metrics: StepMetrics) -> list[HealthFinding]:
+        """Add a step and return its findings, the most severe first."""
+        if metrics.supervised_tokens == 0:
+            return []  # all documents of the step are left out, so it has no metrics
+        if metrics.norm_limit is None and metrics.grad_norm is not None:
+            metrics = replace(metrics, norm_limit=self.norm_limit())
+        found = [finding for rule in _RULES if (finding := rule(metrics, self)) is not None]
+        for name, rule in _RULES_ONCE.items():
+            if name not in self.reported and (finding := rule(metrics, self)) is not None:
+                self.reported.add(name)
+                found.append(finding)
+        self.remember(metrics)
+        return sorted(found, key=lambda finding: _ORDER[finding.severity])
+
+    def norm_limit(self) -> float:
+        """Return the gradient norm above which the next update must be skipped."""
+        return norm_limit(self.norms(), factor=self.about.spike_factor, floor=self.about.max_grad_norm or 1.0)
+
+    def rewind(self, step: int) -> None:
+        """Remove the steps after this one from the history, because they are repeated."""
+        kept = [metrics for metrics in self.recent if metrics.step <= step]
+        self.recent = deque(kept, maxlen=WINDOW)
+        self.held_out = [(at, loss) for at, loss in self.held_out if at <= step]
+        self.degenerate, self.has_answered = [at for at in self.degenerate if at <= step], False
+        self.bad_in_a_row = self.zero_norms_in_a_row = self.zero_losses_in_a_row = 0
+        self.reported -= {"lr-too-high", "loss-spike"}
+        if self.low_step > step:
+            self.lowest, self.low_step = math.inf, 0
+
+    def remember(self, metrics: StepMetrics) -> None:
+        """Add a step to the history without checking it."""
+        if metrics.supervised_tokens == 0:
+            return
+        if metrics.held_out_loss is not None:
+            self.held_out.append((metrics.step, metrics.held_out_loss))
+            return
+        if self.first is None and metrics.loss is not None:
+            self.first = metrics
+        self.bad_in_a_row = 0 if metrics.is_finite else self.bad_in_a_row + 1
+        self.zero_norms_in_a_row = self.zero_norms_in_a_row + 1 if metrics.grad_norm == 0 else 0
+        self.zero_losses_in_a_row = self.zero_losses_in_a_row + 1 if metrics.loss == 0 else 0
+        if metrics.is_ordinary:
+            self.recent.append(metrics)
+            if len(self.first_losses) < _FIRST and metrics.loss is not None:
+                self.first_losses.append(metrics.loss)
+            losses = self.losses(RECENT)
+            if len(losses) == RECENT and (low := median(losses)) < self.lowest:
+                self.lowest, self.low_step = low, metrics.step
+
 
 _MORE_FAULTY = 2
 """Number of degenerate sample answers more than at step 0. A single one may be chance."""
 
-# The rules. Each takes the metrics of a step and the history before it, and returns a finding or None.
+# The rules. Each takes the metrics of a step and the monitor before it, and returns a finding or None.
 
 ARMED_AFTER = 32
 """Number of steps before a step can be called unusual. Typical runs have a few hundred steps."""
@@ -156,56 +206,55 @@ _ZERO_STEPS = 3
 _SLOW_FACTOR = 3.0
 _CYCLE_FACTOR = 5.0
 
-Rule = Callable[[StepMetrics, History, RunContext], Finding | None]
+Rule = Callable[[StepMetrics, HealthMonitor], HealthFinding | None]
 
 
-def not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def not_finite(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find a NaN or infinite loss or gradient. A single overflow in fp16 is normal: the loss scaler handles it."""
     if metrics.is_finite:
         return None
-    numbers = {"loss": metrics.loss, "grad_norm": metrics.grad_norm}
+    about, numbers = past.about, {"loss": metrics.loss, "grad_norm": metrics.grad_norm}
     is_loss = metrics.loss is not None and not math.isfinite(metrics.loss)
-    if (about.precision == "fp16" or metrics.scale is not None) and not is_loss and metrics.loss != 0.0:
-        if history.bad_in_a_row + 1 < _MANY_OVERFLOWS and about.device != "mps":
+    is_mps, has_scaler = about.device == "mps", about.precision == "fp16" or metrics.scale is not None
+    what, name, num_bad = "loss" if is_loss else "gradient", "nan-gradients", past.bad_in_a_row + 1
+    words = f"the {what} is not finite"
+    if is_mps and about.precision in ("fp16", "bf16", None):
+        name, words = "mps-nan-fp16", f"{words}, in {about.precision or '16 bits'} on an Apple GPU"
+    elif not is_mps and has_scaler and not is_loss and metrics.loss != 0.0:
+        if num_bad < _MANY_OVERFLOWS:
             words = "a gradient overflowed in fp16: the update was skipped and the loss scale halved, which is normal"
-            return Finding("fp16-scaler-skip-benign", "note", metrics.step, words, numbers)
-        if about.device != "mps":
-            words = f"gradients overflowed in {history.bad_in_a_row + 1} steps in a row: no loss scale is small enough"
-            return Finding("loss-scale-exhausted", "fault", metrics.step, words, numbers | {"scale": metrics.scale})
-    what = "loss" if is_loss else "gradient"
-    if about.device != "mps" and (risen := _has_risen(history)):
-        low, low_step, last = risen
+            return HealthFinding("fp16-scaler-skip-benign", "note", metrics.step, words, numbers)
+        name, numbers["scale"] = "loss-scale-exhausted", metrics.scale
+        words = f"gradients overflowed in {num_bad} steps in a row: no loss scale is small enough"
+    elif not is_mps and (risen := _has_risen(past)):
+        name, (low, low_step, last) = "lr-too-high", risen
         words = f"the loss rose from {low:.3g} at step {low_step} to {last:.3g}; then the {what} was not finite"
         numbers |= {"low": low, "low_step": low_step, "learning_rate": metrics.learning_rate}
-        return Finding("lr-too-high", "fault", metrics.step, words, numbers)
-    if about.device == "mps" and about.precision in ("fp16", "bf16", None):
-        words = f"the {what} is not finite, in {about.precision or '16 bits'} on an Apple GPU"
-        return Finding("mps-nan-fp16", "fault", metrics.step, words, numbers)
-    if not is_loss and metrics.loss == 0.0 and not about.is_raw:
+    elif metrics.loss == 0.0 and not about.is_raw:
+        name = "loss-zero-collapse"
         words = "the log shows a loss of 0, but the gradient is not finite: the trainer's log hides a NaN"
-        return Finding("loss-zero-collapse", "fault", metrics.step, words, numbers)
-    return Finding("nan-gradients", "fault", metrics.step, f"the {what} is not finite", numbers)
+    return HealthFinding(name, "fault", metrics.step, words, numbers)
 
 
-def _has_risen(history: History) -> tuple[float, int, float] | None:
+def _has_risen(past: HealthMonitor) -> tuple[float, int, float] | None:
     """Return the lowest loss, its step and the last loss if the loss had risen before the NaN, otherwise None."""
-    known = [(r.loss, r.step) for r in history.recent if r.loss is not None]
+    known = [(r.loss, r.step) for r in past.recent if r.loss is not None]
     if not known:
         return None
     (low, low_step), last = min(known), known[-1][0]
     # In a healthy run, the losses of small batches vary widely; the lines of a log are means over many steps.
     if len(known) >= 2 * RECENT:
-        low, low_step, last = history.lowest, history.low_step, median(loss for loss, _ in known[-RECENT // 2 :])
+        low, low_step, last = past.lowest, past.low_step, median(loss for loss, _ in known[-RECENT // 2 :])
     elif known[-1][1] - known[0][1] < len(known) and sorted(known[-_FIRST:]) != known[-_FIRST:]:
         return None
     return (low, low_step, last) if last > 1.5 * low and last > low + 1.0 else None
 
 
-def pinned_at_zero(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def pinned_at_zero(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find a loss that suddenly becomes exactly 0. The loss of memorised rows approaches 0 gradually."""
     if metrics.loss != 0.0 or metrics.supervised_tokens == 0 or not metrics.is_finite:
         return None
-    before = history.losses(RECENT)
+    before = past.losses(RECENT)
     if before and median(before) < 1e-3:
         return None
     # In a log with two to four digits, the loss of memorised rows is rounded to 0.
@@ -213,71 +262,72 @@ def pinned_at_zero(metrics: StepMetrics, history: History, about: RunContext) ->
     if len(positive) > 1 and positive[-1] < min(0.02, positive[0]):
         return None
     # The unrounded loss of a few memorised tokens can reach 0; the mean over many steps cannot.
-    if about.is_raw and history.zero_losses_in_a_row + 1 < _ZERO_STEPS:
+    if past.about.is_raw and past.zero_losses_in_a_row + 1 < _ZERO_STEPS:
         return None
     numbers = {"loss": 0.0, "before": before[-1] if before else None, "grad_norm": metrics.grad_norm}
     words = "the loss is exactly 0, which no model reaches: no token is supervised, or the numbers are broken"
-    return Finding("loss-zero-collapse", "fault", metrics.step, words, numbers)
+    return HealthFinding("loss-zero-collapse", "fault", metrics.step, words, numbers)
 
 
-def first_loss(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def first_loss(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Compare the first loss with the loss of random guessing."""
-    if history.first is not None or metrics.loss is None or not math.isfinite(metrics.loss):
+    if past.first is not None or metrics.loss is None or not math.isfinite(metrics.loss):
         return None
+    about = past.about
     guess = about.guess_loss
     numbers = {"loss": metrics.loss, "guessing": round(guess, 3)}
     if metrics.loss > _FAR_ABOVE * guess and not about.is_from_scratch:
         words = f"the first loss is {metrics.loss:,.2f}; random guessing gives {guess:.2f}: the weights are broken"
-        return Finding("initial-loss-implausible", "warning", metrics.step, words, numbers)
+        return HealthFinding("initial-loss-implausible", "warning", metrics.step, words, numbers)
     if metrics.loss > _NOTE_ABOVE * guess:
         words = f"the first loss is {metrics.loss:,.2f}, above the {guess:.2f} of random guessing"
-        return Finding("initial-loss-high", "note", metrics.step, words, numbers)
+        return HealthFinding("initial-loss-high", "note", metrics.step, words, numbers)
     return None
 
 
-def no_gradient(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def no_gradient(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find gradients that are exactly zero, so that nothing is trained."""
     if metrics.grad_norm != 0.0 or metrics.supervised_tokens == 0 or metrics.loss == 0.0:
         return None
-    in_a_row = history.zero_norms_in_a_row + 1
+    in_a_row = past.zero_norms_in_a_row + 1
     if in_a_row != _ZERO_STEPS:
         return None
     words = f"the gradient was exactly 0 in {in_a_row} steps in a row: nothing is being trained"
-    return Finding("zero-grad-no-learning", "fault", metrics.step, words, {"grad_norm": 0.0, "steps": in_a_row})
+    return HealthFinding("zero-grad-no-learning", "fault", metrics.step, words, {"grad_norm": 0.0, "steps": in_a_row})
 
 
-def spike(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def spike(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find a spike: an update that was skipped because its gradient norm was above the limit."""
     norm, limit = metrics.grad_norm, metrics.norm_limit
     if norm is None or limit is None or not math.isfinite(norm) or norm <= limit:
         return None
-    usual = median(history.norms())
+    usual = median(past.norms())
     words = f"the gradient norm jumped from about {usual:.3g} to {norm:.3g}"
     numbers = {"grad_norm": norm, "usual": usual, "limit": limit, "loss": metrics.loss}
-    return Finding("loss-spike", "warning", metrics.step, words, numbers)
+    return HealthFinding("loss-spike", "warning", metrics.step, words, numbers)
 
 
-def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def divergence(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find divergence: a loss that rose and stays high."""
     if metrics.loss is None or not metrics.is_ordinary:
         return None
-    recent = [*history.losses(RECENT - 1), metrics.loss]
-    if len(recent) < RECENT or not math.isfinite(history.lowest):
+    recent = [*past.losses(RECENT - 1), metrics.loss]
+    if len(recent) < RECENT or not math.isfinite(past.lowest):
         return None
-    now, low, low_step = median(recent), history.lowest, history.low_step
-    if (first := median(history.first_losses)) < low:
+    now, low, low_step = median(recent), past.lowest, past.low_step
+    if (first := median(past.first_losses)) < low:
         low, low_step = first, 0
     # A single loss is noisy, but a model with a low first loss should not be near random guessing later.
-    if history.first is not None and history.first.loss is not None and now >= _GUESSES * about.guess_loss:
-        low, low_step = min((low, low_step), (history.first.loss, history.first.step))
-    if not is_far_above(now, low, about) or min(recent) <= low + 0.5:
+    if past.first is not None and past.first.loss is not None and now >= _GUESSES * past.about.guess_loss:
+        low, low_step = min((low, low_step), (past.first.loss, past.first.step))
+    if not is_far_above(now, low, past.about) or min(recent) <= low + 0.5:
         return None
-    before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step]
+    before = [r.loss for r in past.recent if r.loss is not None and r.step <= low_step]
     if len(before) >= RECENT and now <= low + _SPREADS * _spread(before):
         return None
     words = f"the loss rose from {low:.3g} at step {low_step} to {now:.3g} and stays there"
     numbers = {"low": low, "low_step": low_step, "now": now, "learning_rate": metrics.learning_rate}
-    return Finding("lr-too-high", "fault", metrics.step, words, numbers)
+    return HealthFinding("lr-too-high", "fault", metrics.step, words, numbers)
 
 
 def is_far_above(now: float, low: float, about: RunContext) -> bool:
@@ -291,59 +341,60 @@ def _spread(values: list[float]) -> float:
     return 1.4826 * median(abs(value - middle) for value in values)
 
 
-def held_out_not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def held_out_not_finite(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find a NaN or infinite held-out loss."""
     loss = metrics.held_out_loss
     if loss is None or math.isfinite(loss):
         return None
     words = "the held-out loss is not finite: a weight, or a value computed from those rows, is NaN or infinite"
-    return Finding("nan-gradients", "warning", metrics.step, words, {"held_out_loss": loss})
+    return HealthFinding("nan-gradients", "warning", metrics.step, words, {"held_out_loss": loss})
 
 
-def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def over_fitting(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find overfitting: a held-out loss that keeps rising while the training loss does not."""
     now = metrics.held_out_loss
-    if now is None or len(history.held_out) < 2 or not math.isfinite(now):
+    if now is None or len(past.held_out) < 2 or not math.isfinite(now):
         return None
-    losses = [loss for _, loss in history.held_out if math.isfinite(loss)]
+    losses = [loss for _, loss in past.held_out if math.isfinite(loss)]
     low = min(losses, default=math.inf)
     is_rising = len(losses) >= 2 and losses[-1] > low and now > losses[-1]
     if not is_rising or now < 1.15 * low or now < low + 0.1:
         return None
     # Compare with the training loss at the lowest held-out loss; a log may have no line that early.
-    low_step = min(history.held_out, key=lambda evaluation: evaluation[1])[0]
-    before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step] or history.first_losses[:1]
-    after = history.losses(RECENT)
+    low_step = min(past.held_out, key=lambda evaluation: evaluation[1])[0]
+    before = [r.loss for r in past.recent if r.loss is not None and r.step <= low_step] or past.first_losses[:1]
+    after = past.losses(RECENT)
     if before and after and median(after) >= median(before[-RECENT:]):
         return None
     words = f"the held-out loss rose from {low:.3g} to {now:.3g}: the model memorises the training rows"
-    return Finding("overfitting", "warning", metrics.step, words, {"low": low, "low_step": low_step, "now": now})
+    return HealthFinding("overfitting", "warning", metrics.step, words, {"low": low, "low_step": low_step, "now": now})
 
 
-def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def memory_spill(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find steps that stay slow while GPU memory is full, because the driver spills to host memory."""
+    about = past.about
     if about.device_bytes is None or metrics.memory_bytes is None or metrics.memory_bytes < 0.95 * about.device_bytes:
         return None
-    factor = _slowdown(metrics, history)
+    factor = _slowdown(metrics, past)
     if factor is None:
         return None
     words = f"steps became {factor:.1f} times slower with full GPU memory: the driver moves data to host memory"
     numbers = {"factor": round(factor, 2), "memory_bytes": metrics.memory_bytes, "device_bytes": about.device_bytes}
-    return Finding("memory-spill", "warning", metrics.step, words, numbers)
+    return HealthFinding("memory-spill", "warning", metrics.step, words, numbers)
 
 
-def slow(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def slow(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find a lasting drop in speed. It is only a note, because another program may be the cause."""
-    factor = _slowdown(metrics, history)
+    factor = _slowdown(metrics, past)
     if factor is None:
         return None
     words = f"steps became {factor:.1f} times slower than they were"
-    return Finding("throughput-cliff", "note", metrics.step, words, {"factor": round(factor, 2)})
+    return HealthFinding("throughput-cliff", "note", metrics.step, words, {"factor": round(factor, 2)})
 
 
-def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+def slow_fast_cycles(metrics: StepMetrics, past: HealthMonitor) -> HealthFinding | None:
     """Find single steps that take many times as long as the others, at regular intervals."""
-    paces = [(r.step, pace) for r in [*history.recent, metrics] if (pace := _pace(r)) is not None]
+    paces = [(r.step, pace) for r in [*past.recent, metrics] if (pace := _pace(r)) is not None]
     if len(paces) < 2 * ARMED_AFTER:
         return None
     usual = median(pace for _, pace in paces)
@@ -352,7 +403,9 @@ def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) 
     if len(gaps) < 3 or max(gaps) > min(gaps) + 1 or min(gaps) < 3:
         return None
     words = f"every {round(median(gaps))} steps, one takes over {_CYCLE_FACTOR:.0f} times as long as the others"
-    return Finding("slow-fast-cycles", "note", metrics.step, words, {"every": median(gaps), "steps": slow_steps[-4:]})
+    return HealthFinding(
+        "slow-fast-cycles", "note", metrics.step, words, {"every": median(gaps), "steps": slow_steps[-4:]}
+    )
 
 
 _RULES: tuple[Rule, ...] = (not_finite, pinned_at_zero, first_loss, no_gradient, spike)
@@ -372,16 +425,14 @@ def _pace(metrics: StepMetrics) -> float | None:
     return metrics.seconds / metrics.tokens if metrics.seconds and metrics.tokens else None
 
 
-def _slowdown(metrics: StepMetrics, history: History) -> float | None:
+def _slowdown(metrics: StepMetrics, past: HealthMonitor) -> float | None:
     """Return how many times slower the last eight steps are than earlier ones, or None if not all of them are slow."""
-    paces = [pace for r in [*history.recent, metrics] if (pace := _pace(r)) is not None]
+    paces = [pace for r in [*past.recent, metrics] if (pace := _pace(r)) is not None]
     if len(paces) < ARMED_AFTER:
         return None
     before, now = median(paces[:-RECENT]), paces[-RECENT:]
     return median(now) / before if min(now) > _SLOW_FACTOR * before else None
 
-
-# The monitor.
 
 _SIGMAS = 6.0
 _LEAST_SIGMA = 0.25
@@ -400,63 +451,3 @@ def norm_limit(norms: Sequence[float], *, factor: float, floor: float) -> float:
     logs = [math.log(norm) for norm in norms]
     middle, sigma = median(logs), max(_LEAST_SIGMA, _spread(logs))
     return max(math.exp(middle + _SIGMAS * sigma), factor * math.exp(middle), 2.0 * max(norms), floor)
-
-
-class HealthMonitor:
-    """Checks the steps of one run, in order."""
-
-    def __init__(self, about: RunContext) -> None:
-        self.about = about
-        self.history = History()
-
-    def observe(self, metrics: StepMetrics) -> list[Finding]:
-        """Add a step and return its findings, the most severe first."""
-        if metrics.supervised_tokens == 0:
-            return []  # all documents of the step are left out, so it has no metrics
-        if metrics.norm_limit is None and metrics.grad_norm is not None:
-            metrics = replace(metrics, norm_limit=self.norm_limit())
-        found = [finding for rule in _RULES if (finding := rule(metrics, self.history, self.about)) is not None]
-        for name, rule in _RULES_ONCE.items():
-            if name not in self.history.reported and (finding := rule(metrics, self.history, self.about)) is not None:
-                self.history.reported.add(name)
-                found.append(finding)
-        self.remember(metrics)
-        return sorted(found, key=lambda finding: _ORDER[finding.severity])
-
-    def norm_limit(self) -> float:
-        """Return the gradient norm above which the next update must be skipped."""
-        floor = self.about.max_grad_norm or 1.0
-        return norm_limit(self.history.norms(), factor=self.about.spike_factor, floor=floor)
-
-    def rewind(self, step: int) -> None:
-        """Remove the steps after this one from the history, because they are repeated."""
-        history = self.history
-        kept = [metrics for metrics in history.recent if metrics.step <= step]
-        history.recent = deque(kept, maxlen=WINDOW)
-        history.held_out = [(at, loss) for at, loss in history.held_out if at <= step]
-        history.degenerate, history.has_answered = [at for at in history.degenerate if at <= step], False
-        history.bad_in_a_row = history.zero_norms_in_a_row = history.zero_losses_in_a_row = 0
-        history.reported -= {"lr-too-high", "loss-spike"}
-        if history.low_step > step:
-            history.lowest, history.low_step = math.inf, 0
-
-    def remember(self, metrics: StepMetrics) -> None:
-        """Add a step to the history without checking it."""
-        if metrics.supervised_tokens == 0:
-            return
-        history = self.history
-        if metrics.held_out_loss is not None:
-            history.held_out.append((metrics.step, metrics.held_out_loss))
-            return
-        if history.first is None and metrics.loss is not None:
-            history.first = metrics
-        history.bad_in_a_row = 0 if metrics.is_finite else history.bad_in_a_row + 1
-        history.zero_norms_in_a_row = history.zero_norms_in_a_row + 1 if metrics.grad_norm == 0 else 0
-        history.zero_losses_in_a_row = history.zero_losses_in_a_row + 1 if metrics.loss == 0 else 0
-        if metrics.is_ordinary:
-            history.recent.append(metrics)
-            if len(history.first_losses) < _FIRST and metrics.loss is not None:
-                history.first_losses.append(metrics.loss)
-            losses = history.losses(RECENT)
-            if len(losses) == RECENT and (low := median(losses)) < history.lowest:
-                history.lowest, history.low_step = low, metrics.step

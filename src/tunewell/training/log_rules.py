@@ -10,7 +10,7 @@ from statistics import correlation, fmean, median, stdev
 from typing import NamedTuple
 
 from tunewell.core.units import count
-from tunewell.training.health import WINDOW, Finding, HealthMonitor, RunContext, StepMetrics
+from tunewell.training.health import WINDOW, HealthFinding, HealthMonitor, RunContext, StepMetrics
 
 NOTHING_READ = "nothing-read"
 _JUMP_FACTOR, _JUMP_NATS = 2.0, 1.5
@@ -58,7 +58,7 @@ class _Line(NamedTuple):
     norm: float | None
 
 
-def replay(log: Iterable[StepMetrics], about: RunContext) -> list[Finding]:
+def replay(log: Iterable[StepMetrics], about: RunContext) -> list[HealthFinding]:
     """Return the findings of the step rules and the log rules for a log, sorted by step."""
     monitor, seen, found = HealthMonitor(about), [], []
     for metrics in log:
@@ -68,17 +68,17 @@ def replay(log: Iterable[StepMetrics], about: RunContext) -> list[Finding]:
     return sorted([*found, *(f for f in apply_log_rules(seen, about) if f.name not in known)], key=lambda f: f.step)
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[HealthFinding]) -> str:
     """Return the name of the first finding above a note, or `healthy`, or `nothing-read` if the log has no metrics."""
     if any(finding.name == NOTHING_READ for finding in findings):
         return NOTHING_READ
     return next((finding.name for finding in findings if finding.severity != "note"), "healthy")
 
 
-def apply_log_rules(log: Sequence[StepMetrics], about: RunContext) -> list[Finding]:
+def apply_log_rules(log: Sequence[StepMetrics], about: RunContext) -> list[HealthFinding]:
     """Return the findings of the rules that need the complete log."""
     if not log:
-        return [Finding(NOTHING_READ, "note", 0, "the log contains no loss and no gradient norm")]
+        return [HealthFinding(NOTHING_READ, "note", 0, "the log contains no loss and no gradient norm")]
     # In a log of single steps, hard batches are normal, and the step rules have already checked the rest.
     is_dense = about.is_raw and len(log) > _MANY
     found = (
@@ -91,7 +91,7 @@ def apply_log_rules(log: Sequence[StepMetrics], about: RunContext) -> list[Findi
     return [finding for finding in found if finding is not None]
 
 
-def rise(log: Sequence[StepMetrics]) -> Finding | None:
+def rise(log: Sequence[StepMetrics]) -> HealthFinding | None:
     """Find a rise of the loss: a spike if it recovers or is the last line, otherwise divergence."""
     lines = _loss_lines(log)
     begin = _KNOWN_SPREAD if len(lines) > _MANY else 1
@@ -101,10 +101,10 @@ def rise(log: Sequence[StepMetrics]) -> Finding | None:
     base = _base(lines, at)
     if _is_hard_batch(lines, at, base):
         return None
-    peak = max(line.loss for line in lines[at:])
     # Start at the lowest line before the jump, because a high learning rate raises the loss over several lines.
     low = min(range(max(0, at - WINDOW), at), key=lambda index: lines[index].loss)
     top = max(range(at, len(lines)), key=lambda index: lines[index].loss)
+    peak = lines[top].loss
     strides = [lines[index + 1].loss - lines[index].loss for index in range(low, top)]
     is_one_stride = max(strides) >= _ONE_STEP * sum(strides)
     away = sum(1 for line in lines[at:] if line.loss > (base + peak) / 2)
@@ -112,9 +112,9 @@ def rise(log: Sequence[StepMetrics]) -> Finding | None:
     numbers = {"before": base, "peak": peak, "last": lines[-1].loss}
     if has_stayed or away >= _LONG_AWAY:
         words = f"the loss rose from {base:.3g} to {peak:.3g} and did not come back"
-        return Finding("lr-too-high", "fault", lines[at].step, words, numbers)
+        return HealthFinding("lr-too-high", "fault", lines[at].step, words, numbers)
     words = f"the loss jumped from {base:.3g} to {peak:.3g}"
-    return Finding("loss-spike", "warning", lines[at].step, words, numbers)
+    return HealthFinding("loss-spike", "warning", lines[at].step, words, numbers)
 
 
 def _loss_lines(log: Sequence[StepMetrics]) -> list[_Line]:
@@ -124,7 +124,11 @@ def _loss_lines(log: Sequence[StepMetrics]) -> list[_Line]:
 
 
 def _base(lines: Sequence[_Line], at: int) -> float:
-    return median(line.loss for line in lines[max(0, at - WINDOW) : at])
+    return median(line.loss for line in _before(lines, at))
+
+
+def _before(lines: Sequence[_Line], at: int) -> Sequence[_Line]:
+    return lines[max(0, at - WINDOW) : at]
 
 
 def _is_jump(lines: Sequence[_Line], at: int) -> bool:
@@ -135,14 +139,14 @@ def _is_jump(lines: Sequence[_Line], at: int) -> bool:
         return True
     if loss < _JUMP_FACTOR * base or loss < base + _JUMP_NATS:
         return False
-    before = [math.log(line.loss / base) for line in lines[max(0, at - WINDOW) : at]]
+    before = [math.log(line.loss / base) for line in _before(lines, at)]
     spread = 1.4826 * median(abs(value) for value in before) if len(before) >= _KNOWN_SPREAD else 0.0
     return math.log(loss / base) >= _SPREADS * spread
 
 
 def _norm_factor(lines: Sequence[_Line], at: int) -> float | None:
     """Return the gradient norm of a line divided by the median norm before it, or None if the log has no norms."""
-    usual = [line.norm for line in lines[max(0, at - WINDOW) : at] if line.norm and math.isfinite(line.norm)]
+    usual = [line.norm for line in _before(lines, at) if line.norm and math.isfinite(line.norm)]
     norm = lines[at].norm
     return norm / median(usual) if len(usual) > 1 and norm is not None and math.isfinite(norm) else None
 
@@ -161,7 +165,7 @@ def _is_hard_batch(lines: Sequence[_Line], at: int, base: float) -> bool:
     return times >= _OFTEN and median(after) < _LEFT_FACTOR * base
 
 
-def diverged(log: Sequence[StepMetrics]) -> Finding | None:
+def diverged(log: Sequence[StepMetrics]) -> HealthFinding | None:
     """Find divergence: a log that ends above the initial loss and well above its lowest part."""
     lines = _loss_lines(log)
     size = max(4, len(lines) // 10)
@@ -175,22 +179,24 @@ def diverged(log: Sequence[StepMetrics]) -> Finding | None:
     if not is_above or least <= max(line.loss for line in lowest):
         return None
     words = f"the loss rose from {low:.3g} to {now:.3g} and stays there"
-    return Finding("lr-too-high", "warning", last[0].step, words, {"low": low, "low_step": lowest[0].step, "now": now})
+    return HealthFinding(
+        "lr-too-high", "warning", last[0].step, words, {"low": low, "low_step": lowest[0].step, "now": now}
+    )
 
 
 def _middle(lines: Sequence[_Line]) -> float:
     return median(line.loss for line in lines)
 
 
-def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
+def never_moved(log: Sequence[StepMetrics]) -> HealthFinding | None:
     """Find a log in which all gradients are zero or all losses are identical."""
-    lines_with_norm = [r for r in log if r.grad_norm is not None and r.loss != 0.0]
-    norms = [abs(r.grad_norm) for r in lines_with_norm if r.grad_norm is not None]
-    if norms and (max(norms) == 0.0 or (len(norms) > 2 and max(norms) < _NO_LENGTH)):
-        size = "exactly 0" if max(norms) == 0.0 else f"at most {max(norms):.1g}"
-        words = f"the gradient is {size} in all {len(lines_with_norm)} lines: nothing is being trained"
-        numbers = {"grad_norm": max(norms), "steps": len(lines_with_norm)}
-        return Finding("zero-grad-no-learning", "fault", lines_with_norm[0].step, words, numbers)
+    norms = [(abs(r.grad_norm), r.step) for r in log if r.grad_norm is not None and r.loss != 0.0]
+    highest, _ = max(norms, default=(math.inf, 0))
+    if highest == 0.0 or (len(norms) > 2 and highest < _NO_LENGTH):
+        size = "exactly 0" if highest == 0.0 else f"at most {highest:.1g}"
+        words = f"the gradient is {size} in all {len(norms)} lines: nothing is being trained"
+        numbers = {"grad_norm": highest, "steps": len(norms)}
+        return HealthFinding("zero-grad-no-learning", "fault", norms[0][1], words, numbers)
     lines = [r for r in log if r.loss is not None]
     losses = {r.loss for r in lines}
     loss = losses.pop() if len(losses) == 1 and len({r.step for r in lines}) >= _SAME_LINES else None
@@ -200,10 +206,10 @@ def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
         return None
     words = f"the loss is exactly {loss!r} in all {len(lines)} lines: nothing is being trained"
     numbers = {"loss": loss, "steps": len(lines)}
-    return Finding("zero-grad-no-learning", "fault", lines[0].step, words, numbers)
+    return HealthFinding("zero-grad-no-learning", "fault", lines[0].step, words, numbers)
 
 
-def flat_loss(log: Sequence[StepMetrics], *, has_steps: bool = True) -> Finding | None:
+def flat_loss(log: Sequence[StepMetrics], *, has_steps: bool = True) -> HealthFinding | None:
     """Find a loss that has certainly not changed since training began.
 
     The halves of the log must be equal, and so must each beginning (a quarter, ..., the first line) and the rest, as
@@ -231,10 +237,10 @@ def flat_loss(log: Sequence[StepMetrics], *, has_steps: bool = True) -> Finding 
     has_steps = has_steps or log[-1].step - log[0].step >= len(log)
     length = count(log[-1].step, "step") if has_steps else count(len(log), "line")
     words = f"the training loss stayed at {level:.3g} for {length}"
-    return Finding("flat-loss", "warning", log[-1].step, words, {"level": level})
+    return HealthFinding("flat-loss", "warning", log[-1].step, words, {"level": level})
 
 
-def bad_first_loss(log: Sequence[StepMetrics], about: RunContext) -> Finding | None:
+def bad_first_loss(log: Sequence[StepMetrics], about: RunContext) -> HealthFinding | None:
     """Find a first loss well above the loss of random guessing in a log of fine-tuning."""
     first = next((r for r in log if r.loss is not None), None)
     if about.is_raw or about.is_from_scratch or first is None or first.loss is None:
@@ -243,10 +249,10 @@ def bad_first_loss(log: Sequence[StepMetrics], about: RunContext) -> Finding | N
         return None
     words = f"the first loss is {first.loss:,.2f}; random guessing gives {about.guess_loss:.2f}: the weights are broken"
     numbers = {"loss": first.loss, "guessing": round(about.guess_loss, 3)}
-    return Finding("initial-loss-implausible", "warning", first.step, words, numbers)
+    return HealthFinding("initial-loss-implausible", "warning", first.step, words, numbers)
 
 
-def overflows_at_end(log: Sequence[StepMetrics], about: RunContext) -> Finding | None:
+def overflows_at_end(log: Sequence[StepMetrics], about: RunContext) -> HealthFinding | None:
     """Find gradients that are not finite in all or in the last lines. A working loss scaler skips fewer steps."""
     lines = [r for r in log if r.grad_norm is not None and r.loss]
     bad = [r.step for r in lines if not r.is_finite]
@@ -254,10 +260,10 @@ def overflows_at_end(log: Sequence[StepMetrics], about: RunContext) -> Finding |
     if about.device == "mps" or at_end < 2 or (at_end < _OVERFLOWS_AT_END and at_end < len(lines)):
         return None
     words = f"the gradient is not finite in the last {at_end} lines: training has stopped working"
-    return Finding("nan-gradients", "fault", bad[-at_end], words, {"lines": at_end, "of": len(lines)})
+    return HealthFinding("nan-gradients", "fault", bad[-at_end], words, {"lines": at_end, "of": len(lines)})
 
 
-def overfitted(log: Sequence[StepMetrics]) -> Finding | None:
+def overfitted(log: Sequence[StepMetrics]) -> HealthFinding | None:
     """Find overfitting: a held-out loss that ends well above its minimum, with a much lower training loss."""
     evaluations = [(r.step, r.held_out_loss) for r in log if r.held_out_loss is not None]
     evaluations = [(step, loss) for step, loss in evaluations if math.isfinite(loss)]
@@ -270,4 +276,4 @@ def overfitted(log: Sequence[StepMetrics]) -> Finding | None:
     if lowest == len(evaluations) - 1 or last < 1.15 * low or last < low + 0.1 or losses[-1] > 0.5 * last:
         return None
     words = f"the held-out loss rose from {low:.3g} to {last:.3g} while the training loss fell to {losses[-1]:.3g}"
-    return Finding("overfitting", "warning", step, words, {"low": low, "low_step": low_step, "now": last})
+    return HealthFinding("overfitting", "warning", step, words, {"low": low, "low_step": low_step, "now": last})

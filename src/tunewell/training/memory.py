@@ -13,10 +13,9 @@ from torch import Tensor
 from tunewell.core.units import count
 from tunewell.machine.facts import peak_memory_bytes
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory
-from tunewell.training.recovery import MemoryLimits
 
 if TYPE_CHECKING:
-    from tunewell.training.step import TrainableModel
+    from tunewell.training.run import Run
 
 _ALIGNMENT = 64
 _BLOCK_BYTES = 256 << 20
@@ -33,67 +32,60 @@ class OomLadder:
     One long document does not slow down the whole run: a limit becomes permanent only after two such steps in a row.
     """
 
-    model: "TrainableModel"
-    lengths: np.ndarray
-    limits: MemoryLimits
-    planned_tokens: int
+    run: "Run"
+    tokens: int
+    """Tokens per micro-batch in the next attempt."""
     report: Callable[..., None]
     """Called with an action, a message and the new permanent limits."""
-    is_on: bool = True
-    """The value of `healing.on`. If False, the first out-of-memory error ends the run."""
-    is_always_recomputing: bool = False
-    _tokens: int | None = None
-    _with_recompute: bool = False
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens per micro-batch in the next attempt."""
-        return self._tokens or min(self.planned_tokens, self.limits.micro_batch_tokens or self.planned_tokens)
+    is_split: bool = False
+    with_recompute: bool = False
 
     def attempt(self) -> AbstractContextManager[None]:
         """Return the context for an attempt. Smaller micro-batches run uncompiled, because their shapes differ."""
-        return nullcontext() if self._tokens is None and not self._with_recompute else self.model.uncompiled()
+        return self.run.learner.uncompiled() if self.is_split or self.with_recompute else nullcontext()
 
     def step_down(self, groups: Sequence[np.ndarray], error: OutOfMemory) -> None:
         """Select the next remedy after a failed attempt. Raise OutOfMemory if no remedy is left."""
-        self.model.drop_graphs()
+        run, lengths = self.run, self.run.order.lengths
+        run.learner.drop_graphs()
         free_memory(error)
-        if not self.is_on:
+        if not run.config.healing.on:
             raise error
-        is_recomputing = self._with_recompute or self.limits.is_recomputing or self.is_always_recomputing
-        tokens = smaller(groups, self.lengths, is_recomputing=is_recomputing)
+        is_always_recomputing = run.healing.limits.is_recomputing or run.config.train.recompute != "off"
+        is_recomputing = self.with_recompute or is_always_recomputing
+        tokens = smaller(groups, lengths, is_recomputing=is_recomputing)
         if tokens is not None:
-            self._tokens = tokens
+            self.tokens, self.is_split = tokens, True
             self.report("split", f"out of memory: the step is repeated with {count(tokens)} tokens at once")
         elif not is_recomputing:
-            self._with_recompute = True
-            self.model.recompute("on")
+            self.with_recompute = True
+            run.learner.recompute("on")
             self.report("recompute", "out of memory: the step is repeated with gradient checkpointing")
         else:
-            longest = max(int(self.lengths[group].max()) for group in groups)
+            longest = max(int(lengths[group].max()) for group in groups)
             message = f"out of memory: a single document of {count(longest)} tokens does not fit"
             self.report("stop", message)
             raise OutOfMemory(message) from error
 
     def finish(self) -> None:
         """Make a smaller size permanent after two steps in a row that needed it. Called after each successful step."""
-        limits, is_shrunk = self.limits, self._tokens is not None or self._with_recompute
-        limits.num_shrunk = limits.num_shrunk + 1 if is_shrunk else 0
+        learner, limits = self.run.learner, self.run.healing.limits
+        limits.num_shrunk = limits.num_shrunk + 1 if self.is_split or self.with_recompute else 0
         if limits.num_shrunk >= _ENOUGH:
             limits.num_shrunk = 0
-            limits.micro_batch_tokens = self._tokens or limits.micro_batch_tokens
-            limits.is_recomputing = limits.is_recomputing or self._with_recompute
+            limits.micro_batch_tokens = self.tokens if self.is_split else limits.micro_batch_tokens
+            limits.is_recomputing = limits.is_recomputing or self.with_recompute
+            tokens = limits.micro_batch_tokens or self.tokens
             also = ", with gradient checkpointing" if limits.is_recomputing else ""
-            tokens = limits.micro_batch_tokens or self.micro_batch_tokens
             self.report(
-                "recompute" if self._with_recompute else "split",
+                "recompute" if self.with_recompute else "split",
                 f"from the next step on, {count(tokens)} tokens are computed at once{also}",
                 micro_batch_tokens=limits.micro_batch_tokens,
                 is_recomputing=limits.is_recomputing,
             )
-            self.model.uncompile()  # the model is compiled again for the smaller shape
-        if self._with_recompute and not limits.is_recomputing:
-            self.model.recompute("off")
+            learner.uncompile()  # the model is compiled again for the smaller shape
+        if self.with_recompute and not limits.is_recomputing:
+            learner.recompute("off")
 
 
 def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray, *, is_recomputing: bool) -> int | None:
@@ -150,9 +142,7 @@ def _pinned(num_bytes: int) -> Tensor:
     memory = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
     if int(cuda.cudaHostRegister(memory.data_ptr(), num_bytes, 0)):  # the system limits pinned memory, or lacks it
         with suppress(RuntimeError):
-            torch.zeros(
-                1, device="cuda"
-            )  # raises the pending error of the failed call, which the next kernel would raise
+            torch.zeros(1, device="cuda")  # raises the error of the failed call, which the next kernel would raise
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

@@ -61,15 +61,12 @@ def describe_cost(base: QuantizedBase, precision: str) -> str:
     assert base.loss is not None and base.quantized_loss is not None and base.cost is not None
     kept = f", with {', '.join(f'`{name}`' for name in base.keep)} in {precision}" if base.keep else ""
     cost = f"{base.cost:+.1%}" if abs(base.cost) >= 0.0005 else "no difference"
-    advice = "; `method.keep: auto` keeps the layers in 16 bits that cost most" if _is_costly(base) else ""
+    is_costly = not base.keep and base.cost > _COSTLY
+    advice = "; `method.keep: auto` keeps the layers in 16 bits that cost most" if is_costly else ""
     return (
         f"the base model in {base.kind}{kept}: loss {base.quantized_loss:.4f}, in {precision} {base.loss:.4f} ({cost})"
         f"{advice}"
     )
-
-
-def _is_costly(base: QuantizedBase) -> bool:
-    return not base.keep and (base.cost or 0) > _COSTLY
 
 
 def require_known_layers(model: PreTrainedModel, keep: Iterable[str]) -> None:
@@ -90,9 +87,9 @@ def _measure(model: PreTrainedModel, parts: "RunInputs") -> float:
     documents: TokenizedDocuments = held_out if len(held_out) else parts.corpus
     lengths = np.asarray(documents.index["length"], dtype=np.int64)
     number = max(1, int(_MEASURED_TOKENS.get(parts.plan.device.value.partition(":")[0], 4_096) / lengths.mean()))
-    packed = PackedModel(model, parts.plan.precision.value, int(lengths.max()), head=head_shape(model))
-    if parts.heartbeat is not None:
-        packed.heartbeat = parts.heartbeat
+    packed = PackedModel(
+        model, parts.plan.precision.value, int(lengths.max()), head=head_shape(model), heartbeat=parts.heartbeat
+    )
     # Not more at once than in a step: an adapter on a quantised base often has just enough memory for its steps.
     batch_tokens = min(_BATCH_TOKENS, parts.plan.micro_batch_tokens.value)
     return measure_losses(packed, documents, most=number, batch_tokens=batch_tokens).mean()

@@ -18,7 +18,7 @@ from pathlib import Path
 from tunewell.config.rules import Healing
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HealingEntry
-from tunewell.training.health import Finding
+from tunewell.training.health import HealthFinding
 
 _RISES = frozenset({"loss-spike", "lr-too-high"})
 NOT_FINITE = frozenset({"nan-gradients", "mps-nan-fp16", "loss-scale-exhausted"})
@@ -157,23 +157,23 @@ class RecoveryHistory:
 class Skip:
     """Skip the update."""
 
-    finding: Finding
+    finding: HealthFinding
     is_quarantining: bool
     """Whether to leave out the documents that caused the problem from now on."""
 
 
 @dataclass(frozen=True)
-class Split:
+class ShrinkMicroBatches:
     """Use smaller micro-batches from now on."""
 
-    finding: Finding
+    finding: HealthFinding
 
 
 @dataclass(frozen=True)
 class Rewind:
     """Rewind to a checkpoint and change a setting, so that the problem does not recur."""
 
-    finding: Finding
+    finding: HealthFinding
     not_after: int
     """The latest step that the checkpoint may have."""
     is_quarantining: bool
@@ -188,18 +188,18 @@ class Rewind:
 class Stop:
     """Stop the run, because no remedy is left."""
 
-    finding: Finding
+    finding: HealthFinding
     advice: str
 
 
 def decide(
-    findings: Sequence[Finding],
+    findings: Sequence[HealthFinding],
     history: RecoveryHistory,
     rules: Healing,
     *,
     are_weights_bad: bool = False,
     is_explained: bool = False,
-) -> Skip | Split | Rewind | Stop | None:
+) -> Skip | ShrinkMicroBatches | Rewind | Stop | None:
     """Return the action for the most severe finding, or None. `is_explained`: a few documents are the cause."""
     worst = next((finding for finding in findings if finding.severity != "note"), None)
     if worst is None:
@@ -224,10 +224,10 @@ def decide(
         return _diverged(worst, history, rules)
     if worst.name == "degenerate-answers" and rules.behaviour == "stop":
         return Stop(worst, ANSWER_ADVICE)
-    return Split(worst) if worst.name == "memory-spill" else None
+    return ShrinkMicroBatches(worst) if worst.name == "memory-spill" else None
 
 
-def _diverged(finding: Finding, history: RecoveryHistory, rules: Healing) -> Rewind | Stop:
+def _diverged(finding: HealthFinding, history: RecoveryHistory, rules: Healing) -> Rewind | Stop:
     if history.num_rewinds >= rules.max_rewinds:
         rate = finding.numbers.get("learning_rate")
         tenth = f" to about {rate / 10:.1g}" if isinstance(rate, float) and rate > 0 else ""
@@ -237,7 +237,7 @@ def _diverged(finding: Finding, history: RecoveryHistory, rules: Healing) -> Rew
 
 
 def _rewind_or_stop(
-    finding: Finding, history: RecoveryHistory, rules: Healing, *, is_quarantining: bool
+    finding: HealthFinding, history: RecoveryHistory, rules: Healing, *, is_quarantining: bool
 ) -> Rewind | Stop:
     """Return the next remedy: rewind without the documents, then half the rate, then fp32, then the CPU.
 

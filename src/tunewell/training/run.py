@@ -17,12 +17,11 @@ from tunewell.records.checkpoint import saved_steps
 from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.plan import Plan
 from tunewell.records.rundir import Status
-from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.checkpoints import Checkpoints, State, load_state
 from tunewell.training.events import Listener, Rewound, Sample, send_notes
 from tunewell.training.find_checkpoints import OPTIMIZER, find_newest
 from tunewell.training.health import RunContext
 from tunewell.training.recovery import HealingState
-from tunewell.training.saved_checkpoints import State, load_state
 from tunewell.training.step import TrainableModel
 
 
@@ -73,6 +72,11 @@ class Run:
     """Times of the last steps."""
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The tokens of a micro-batch: those of the plan, or fewer after out-of-memory errors."""
+        return self.healing.limits.cap(self.plan.micro_batch_tokens.value)
+
     def close(self) -> None:
         """Wait for the pending checkpoint, and close the logs and the thread that writes checkpoints."""
         self.checkpoints.close()
@@ -97,13 +101,16 @@ class Ending:
 def state_of(run: Run) -> State:
     """Return the state to save in a checkpoint."""
     tensors, texts = run.method.files(run.plan.model)
+    scaler = run.learner.scaler
     return State(
         step=run.progress.step,
         tensors={**tensors, OPTIMIZER: run.learner.optimizer.state_tensors()},
         texts=texts,
         progress={
             **run.progress.__dict__,
-            "scaler": _scaler_state(run.learner),
+            "scaler": {"scale": float(scaler.scale), "steps_since": float(scaler.steps_since)}
+            if scaler.is_on
+            else None,
             "quarantine": {str(document): since for document, since in run.healing.quarantine.items()},
             "events": run.events.written().model_dump(),
         },
@@ -120,10 +127,10 @@ def resume(run: Run, state: State) -> None:
     if not run.healing.entries:  # `healing.jsonl` is never truncated, so it has more entries than the checkpoint
         for document, since in (state.progress.get("quarantine") or {}).items():
             run.healing.leave_out([int(document)], since=int(since))
-    scaler = state.progress.get("scaler") or {}
-    if run.learner.scaler.is_on and scaler:
-        run.learner.scaler.scale.fill_(scaler["scale"])
-        run.learner.scaler.steps_since.fill_(scaler["steps_since"])
+    scaler = run.learner.scaler
+    if scaler.is_on and (saved := state.progress.get("scaler")):
+        scaler.scale.fill_(saved["scale"])
+        scaler.steps_since.fill_(saved["steps_since"])
     _truncate_logs(run)
 
 
@@ -145,9 +152,10 @@ def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -
     world.barrier()
     run.learner.drop_gradients()
     home = run.home or run.checkpoints.folder
-    saved = find_newest(home, on_trouble=send_notes(run.listener), not_after=not_after, is_needed=False)
-    for step in reversed(saved_steps(home)) if or_later else ():
-        saved = saved or find_newest(home, on_trouble=send_notes(run.listener), not_after=step, is_needed=False)
+    limits = [not_after, *(reversed(saved_steps(home)) if or_later else ())]
+    note = send_notes(run.listener)
+    found = (find_newest(home, on_trouble=note, not_after=step, is_needed=False) for step in limits)
+    saved = next(filter(None, found), None)
     if are_weights_bad or saved is None:
         run.method.reset(run.load_weights())
     if saved is None:
@@ -186,9 +194,3 @@ def _truncate_logs(run: Run) -> None:
     if run.learner.world.is_first:
         run.events.truncate_to(run.progress.step)
         run.samples.truncate_to(run.progress.step)
-
-
-def _scaler_state(learner: TrainableModel) -> dict[str, float] | None:
-    if not learner.scaler.is_on:
-        return None
-    return {"scale": float(learner.scaler.scale), "steps_since": float(learner.scaler.steps_since)}

@@ -179,7 +179,8 @@ class TrainableModel(PackedModel):
             loss_sum = self.accumulate_gradients(batches, number=number, num_supervised=num_supervised)
         with self.sharing_out_of_memory():
             with self.phases("reduce"):
-                self._all_reduce(loss_sum)
+                if self.world.size > 1:
+                    self.world.all_reduce([loss_sum, *self.optimizer.gradients(is_complete=True).values()])
             with self.hooks.around_update(number, self.optimizer.gradients()), self.phases("optimizer"):
                 self.optimizer.prepare()
         self.heartbeat()
@@ -200,7 +201,8 @@ class TrainableModel(PackedModel):
         if not self.model.training:
             self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        for turn, (index, batch) in enumerate(self.world.share(list(enumerate(batches)))):
+        mine = list(enumerate(batches))[self.world.rank :: self.world.size]
+        for turn, (index, batch) in enumerate(mine):
             if turn == 1 and self.uses_graphs:
                 self._copy_gradients()
             with self.hooks.around_batch(number, batch, self.model), self.stance(batch):
@@ -240,7 +242,7 @@ class TrainableModel(PackedModel):
         else:
             self.model.gradient_checkpointing_disable()
 
-    def change(self, *, precision: str | None, device: str | None) -> None:
+    def change(self, *, precision: str | None = None, device: str | None = None) -> None:
         """Switch to fp32 or to another device, with the same weights and optimizer state."""
         self.uncompile()
         self.may_compile = False
@@ -270,10 +272,6 @@ class TrainableModel(PackedModel):
         if self.world.any(message is not None):
             self.drop_gradients()
             raise OutOfMemory(message or "in another process") from None
-
-    def _all_reduce(self, loss_sum: Tensor) -> None:
-        if self.world.size > 1:
-            self.world.all_reduce([loss_sum, *self.optimizer.gradients(is_complete=True).values()])
 
     def _copy_to_host(self, values: Tensor) -> StepResult:
         """Start copying the metrics to the host without waiting for them."""

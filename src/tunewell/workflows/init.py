@@ -16,7 +16,7 @@ from tunewell.config.yaml_reader import read_value
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url, write_atomic
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.core.questions import Asker, Question
+from tunewell.core.questions import Asker, MenuQuestion
 from tunewell.data.corpus.spec import source_options
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.blocks import count_rows
@@ -201,4 +201,4 @@ def _long_documents(sample: Manifest, limit: int | None, ask: Asker | None) -> s
         return "split"
     options = (("split", "cut them into pieces"), ("drop", "leave them out"))
     text = f"Some rows are longer than the {limit or sample.packing.context_length:,} tokens that the model can read."
-    return (ask(Question(text, options)) if ask else None) or "error"
+    return (ask(MenuQuestion(text, options)) if ask else None) or "error"

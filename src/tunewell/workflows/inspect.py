@@ -15,8 +15,8 @@ from tunewell.data.corpus.page import MAX_ROWS, CorpusPage
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.corpus.source_rows import SourceRows
 from tunewell.data.corpus.views import CorpusViews, DocumentView, PairView
-from tunewell.evaluation.answer_keys import AnswerKey, ReferenceRow, answer_keys
 from tunewell.records.manifest import MANIFEST, DroppedRow, Manifest, SecretRow
+from tunewell.scoring.answer_keys import AnswerKey, ReferenceRow, answer_keys
 from tunewell.workflows.prepare import temporary_corpus
 
 _NUM_PAIRS = 3
@@ -99,7 +99,7 @@ def inspect(
             opened.corpus.manifest,
             documents,
             views.pairs(_NUM_PAIRS),
-            _first_dropped(opened.corpus),
+            [row for rows in views.dropped(1).values() for row in rows],
             dict(sorted({kind: row for row in reversed(opened.corpus.secret_rows()) for kind in row.kinds}.items())),
             _answer_keys(views) if is_held_out else [],
         )
@@ -114,16 +114,6 @@ def _answer_keys(views: CorpusViews) -> list[AnswerKey]:
         origin = "value" if given and given.column == "value" else "answers"
         rows.append(ReferenceRow(prompt, reply, tuple(given.answers) if given else (), origin))
     return answer_keys(rows, others=[reply for _, reply, _ in views.replies(_MAX_KEYS)])
-
-
-def _first_dropped(corpus: Corpus) -> list[DroppedRow]:
-    """Return the first dropped row of each reason, the most frequent reason first."""
-    reasons, found = corpus.manifest.dropped, dict[str, DroppedRow]()
-    for row in corpus.dropped_rows():
-        found.setdefault(row.reason, row)
-        if len(found) == len(reasons):
-            break
-    return sorted(found.values(), key=lambda row: (-reasons.get(row.reason, 0), row.reason))
 
 
 def write_page(

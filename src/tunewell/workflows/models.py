@@ -16,7 +16,8 @@ from tunewell.data.sources.recognise import recognise
 from tunewell.machine.machine import Machine, read_machine
 from tunewell.machine.system import System
 from tunewell.model_files.catalogue import catalogue, find_in_catalogue
-from tunewell.model_files.checks import hub_cache, hub_problem
+from tunewell.model_files.checks import hub_cache
+from tunewell.model_files.files import hub_problem
 from tunewell.model_files.local import LocalModel, find_local_models
 from tunewell.model_files.shape import read_shape, shape_of_config
 from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend

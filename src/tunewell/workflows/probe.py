@@ -4,7 +4,7 @@
 """
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from tunewell.machine.out_of_memory import OutOfMemory
 from tunewell.planning.plan import plan_run
 from tunewell.records.plan import Plan
 from tunewell.runs.config import RunOptions
-from tunewell.training.probe import take_probe_steps
-from tunewell.training.trial import with_values
+from tunewell.training.trial import take_probe_steps, with_values
 from tunewell.workflows.train import Training
 from tunewell.workflows.trial import trial_run
 
@@ -44,7 +43,7 @@ def _probe(request: dict[str, Any], _: ProgressListener) -> dict[str, Any]:
         "start": start_seconds + stages.get("plan", 0.0),
         "load": stages.get("load", 0.0),
         "check": stages.get("check", 0.0),
-        "threads": threads.model_dump(),
+        "threads": asdict(threads),
     }
 
 

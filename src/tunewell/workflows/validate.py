@@ -3,21 +3,20 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import make_private, stable_json, write_atomic
+from tunewell.core.files import make_private, write_atomic
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.sources.base import is_url, split_limit
-from tunewell.evaluation.comparison import Comparison, compare_reports
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.report.markdown import report_markdown
 from tunewell.evaluation.report.page import report_page
-from tunewell.evaluation.rows import EvaluationSet, held_out_rows, rows_of_corpus, rows_of_file, shared_rows
+from tunewell.evaluation.rows import EvaluationSet, held_out_rows, rows_of_corpus, rows_of_file
 from tunewell.evaluation.session import EvaluationSession, ValidateOptions
 from tunewell.inference.model_ref import ModelRef
 from tunewell.records.events import plain
@@ -42,7 +41,7 @@ def validate(
     ref = resolve_model(
         model, checkpoint=options.checkpoint, base=options.base, template=options.template, sets=options.sets
     )
-    folder = Path(options.out or (ref.path if ref.kind == "run" and ref.path else "report"))
+    folder = Path(options.out or _report_folder(ref, options))
     _require_writable(folder)
     if options.lm_eval:
         import_optional("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
@@ -62,6 +61,14 @@ def validate(
     write_atomic(folder / PAGE, report_page(report))
     write_atomic(folder / MARKDOWN, report_markdown(report))
     return Validation(report, folder)
+
+
+def _report_folder(ref: ModelRef, options: ValidateOptions) -> Path:
+    """Return the folder of the report: that of a run only for its own held-out rows and its chosen checkpoint."""
+    if ref.kind != "run" or ref.path is None:
+        return Path("report")
+    is_own = options.data is None and options.corpus is None
+    return ref.path if is_own else ref.path / "other-rows"
 
 
 def _require_writable(folder: Path) -> None:
@@ -95,48 +102,4 @@ def evaluation_set(ref: ModelRef, options: ValidateOptions) -> Iterator[Evaluati
             corpus = stack.enter_context(temporary_corpus(ref.loaded, changes))
         except UserError as error:
             raise UserError(f"`{data}` cannot be used: {error.what}", where=error.where, fix=error.fix) from error
-        yield rows_of_file(corpus, data)
-
-
-# `tunewell validate --against`: evaluate two runs on the same rows, and compare them.
-
-
-@dataclass(frozen=True)
-class ValidationPair:
-    """Two evaluations and their comparison."""
-
-    this: Validation
-    other: Validation
-    comparison: Comparison
-    notes: list[str]
-
-
-def validate_against(
-    model: str | Path | ModelRef | None,
-    other: str | Path | ModelRef,
-    *,
-    options: ValidateOptions,
-    progress: ProgressListener,
-) -> ValidationPair:
-    """Evaluate two runs on the rows of the first run if both use the same tokens, otherwise each on its own rows."""
-    this_ref = resolve_model(model, checkpoint=options.checkpoint, base=options.base, sets=options.sets)
-    other_ref = resolve_model(other, sets=options.sets)
-    if options.data is None and other_ref.kind != "run":
-        raise UserError(
-            f"`{other_ref.name}` is not a run and has no rows to compare on", fix="give a file of rows with `--data`"
-        )
-    corpus, notes = (None, []) if options.data is not None else shared_rows(this_ref, other_ref)
-    this = validate(this_ref, options=options, progress=progress)
-    other_options = replace(
-        options, corpus=corpus or options.corpus, checkpoint="best", base=None, out=this.folder / "against"
-    )
-    validated = validate(other_ref, options=other_options, progress=progress)
-    comparison = compare_reports(this.report, validated.report, configs=(_config(this_ref), _config(other_ref)))
-    write_atomic(this.folder / "comparison.json", stable_json(comparison.as_json()))
-    return ValidationPair(this, validated, comparison, notes)
-
-
-def _config(ref: ModelRef) -> dict[str, Any]:
-    if ref.plan is not None:
-        return ref.plan.config
-    return ref.loaded.config.model_dump(mode="json", exclude_unset=True)
+        yield rows_of_file(corpus, data, model=ref)

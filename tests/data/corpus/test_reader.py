@@ -36,7 +36,7 @@ def test_there_are_several_shards_and_batches(corpus):
     shards = corpus.manifest.splits["train"].shards
     assert len(shards) > 4
     assert sum(shard.sequences for shard in shards) == corpus.manifest.packing.sequences
-    assert len(corpus._shard(0)[1]) > 1
+    assert len(corpus._batches[1]) > len(shards)
 
 
 def test_documents_are_the_same_however_they_are_cut_into_shards(corpus, tiny_model, tmp_path):

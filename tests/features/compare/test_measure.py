@@ -5,14 +5,16 @@ import re
 import pytest
 from toy_index import college_facts, college_index
 
+from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.data.reading_prompt import NOT_FOUND, Passage, question_in
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.comparison import compare_columns
 from tunewell.evaluation.passages import SearchedQuestions, Shown, key_finder
+from tunewell.evaluation.questions import judge_by_task
 from tunewell.features.compare.measure import Exam, measure_alone, measure_with_passages
 from tunewell.features.retrieval.shown import search_all
 from tunewell.inference.batch import Replies
+from tunewell.scoring.base import ReferenceRow
 
 FACTS = college_facts("held_out")
 VALUES = {question: value for question, _, value in FACTS}
@@ -39,9 +41,13 @@ def reads(message):
     return f"It is {value}. [1]" if value in message.rpartition("Question: ")[0] else NOT_FOUND
 
 
+def exam_of(rows):
+    return Exam(judge_by_task(rows, [], VerdictRules(task="facts")))
+
+
 @pytest.fixture(scope="module")
 def exam():
-    return Exam(answer_keys([ReferenceRow(question, reference) for question, reference, _ in FACTS]), [*range(40)])
+    return exam_of([ReferenceRow(question, reference) for question, reference, _ in FACTS])
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,7 @@ def test_memory_is_not_invention(exam, searched):
 
 def test_a_question_that_the_search_refuses_is_not_asked(exam):
     shown = Shown([Passage("a", "A", (), "15 January")], [True], is_refused=True)
-    model, one = Scripted(lambda _: "15 January"), Exam(exam.keys[:1], [0])
+    model, one = Scripted(lambda _: "15 January"), exam_of([ReferenceRow(*FACTS[0][:2])])
     own = counts(measure_with_passages("m", model, one, SearchedQuestions([shown], [None])))
     assert not model.asked and own.refused == 1 and own.search_misses == 1
 
@@ -89,7 +95,7 @@ def test_a_question_that_the_search_refuses_is_not_asked(exam):
 def test_passages_that_do_not_fit_are_not_counted_as_read(exam):
     """A miss of the context is not a miss of reading."""
     passages = [Passage("a", "A", (), "nothing " * 20), Passage("b", "B", (), "The deadline is 15 January.")]
-    one, searched = Exam(exam.keys[:1], [0]), SearchedQuestions([Shown(passages, [False, True])], [None])
+    one, searched = exam_of([ReferenceRow(*FACTS[0][:2])]), SearchedQuestions([Shown(passages, [False, True])], [None])
     size = max(len(message) for message in _messages(one, searched))
     own = counts(measure_with_passages("m", Scripted(lambda _: "no idea", size - 1), one, searched))
     assert own.search_misses == 1 and own.reading_misses == 0
@@ -105,15 +111,16 @@ def _messages(exam, searched):
 
 def test_yes_and_no_cannot_be_found_in_passages(tmp_path):
     """`yes` is in no passage, and `no` in many: neither says whether the passage was there."""
-    keys = answer_keys([ReferenceRow("Is Alderhollow College old?", "yes"), ReferenceRow("Is it new?", "no")])
+    exam = exam_of([ReferenceRow("Is Alderhollow College old?", "yes"), ReferenceRow("Is it new?", "no")])
+    keys = exam.keys
     found = search_all(college_index(tmp_path), [key.question for key in keys], key_finder(keys))
     assert [shown.right for shown in found.found] == [None, None] and found.removed == [None, None]
-    own = counts(measure_with_passages("m", Scripted(lambda _: "yes [1]"), Exam(keys, [0, 1]), found))
+    own = counts(measure_with_passages("m", Scripted(lambda _: "yes [1]"), exam, found))
     assert (own.right, own.wrong, own.search_misses, own.invented) == (1, 1, None, None)
 
 
 def test_citations_are_no_part_of_an_answer(exam):
     """`[3]` is a number, and must not make `1874 [3]` an answer with two values."""
     assert not re.search(r"\[", exam.keys[0].text)
-    keys = answer_keys([ReferenceRow("When?", "In 1874. [3]"), ReferenceRow("When was it?", "In 1901. [2]")])
+    keys = exam_of([ReferenceRow("When?", "In 1874. [3]"), ReferenceRow("When was it?", "In 1901. [2]")]).keys
     assert [key.text for key in keys] == ["1874", "1901"]

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from tunewell.config.rules import VerdictRules
 from tunewell.core.progress import silent
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
+from tunewell.evaluation.questions import judge_by_task
 from tunewell.features.compare import subjects
 from tunewell.features.compare.measure import Exam
 from tunewell.features.compare.subjects import ColumnSession, Subject
 from tunewell.inference.batch import Replies
+from tunewell.scoring.base import ReferenceRow
 
 
 def ref_of(kind: str, plan: Any = None) -> Any:
@@ -45,8 +47,8 @@ def test_prompts_in_the_tokens_of_a_run_go_only_to_models_with_these_tokens(aske
     """`compare MODEL RUN` gave the token ids of the run to the other model, because it was named first."""
     plan = SimpleNamespace(tokenizer_sha256="a", template_sha256s=["b"])
     model, run = ref_of("model"), ref_of("run", plan)
-    keys = answer_keys([ReferenceRow("When?", "In 1874.")])
-    session = ColumnSession(Exam(keys, [0], [[5, 6, 7]], ref=run), [], device="cpu", progress=silent)
+    questions = judge_by_task([ReferenceRow("When?", "In 1874.")], [], VerdictRules(task="facts"))
+    session = ColumnSession(Exam(questions, [[5, 6, 7]], ref=run), [], device="cpu", progress=silent)
     for ref in (model, run):
         list(session.columns(Subject(ref.kind, ref, ref.kind)))
     assert asked == {"model": "When?", "run": [5, 6, 7]}

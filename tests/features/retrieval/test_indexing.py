@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def test_settings_survive_an_update(tmp_path):
     build_index([str(docs)], index, ToyEmbedder())
     store = open_store(index)
     settings = store.manifest.settings
-    changed = settings.model_copy(update={"num_passages": settings.num_passages.model_copy(update={"value": 7})})
+    changed = settings.model_copy(update={"num_passages": replace(settings.num_passages, value=7)})
     store.set_settings(changed)
     assert build_index([str(docs)], index, ToyEmbedder()).manifest.settings.num_passages.value == 7
 

@@ -11,11 +11,11 @@ from tunewell.cli.main import main
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.reading_prompt import NOT_FOUND, Passage, prompt_form, question_in, reading_prompt
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
-from tunewell.evaluation.judge import contains_key
 from tunewell.features.retrieval.open_book import locate_questions, open_book_rows
 from tunewell.features.retrieval.records import read_index, write_index
 from tunewell.records.plan import Chosen
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
+from tunewell.scoring.judge import contains_key
 
 
 @pytest.fixture(scope="module")

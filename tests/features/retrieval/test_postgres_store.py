@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_a_reader_keeps_its_content_and_its_connection(server, tmp_path):
     assert len(server.schemas("read")) == 1
     new = open_store(address)
     settings = new.manifest.settings
-    new.set_settings(settings.model_copy(update={"refusal": settings.refusal.model_copy(update={"value": [1.0]})}))
+    new.set_settings(settings.model_copy(update={"refusal": replace(settings.refusal, value=[1.0])}))
     assert open_store(address).manifest.settings.refusal.value == [1.0]
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_tiny import write_gguf
 from serving import HELLO, NAME, client_of, served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parrots import write_random
-from tunewell.export.gguf.write import write_gguf
 from tunewell.features.serve.command import screen
 from tunewell.features.serve.queue import ServedModel
 from tunewell.features.serve.workflow import ListenOptions, open_server

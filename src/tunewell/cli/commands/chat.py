@@ -13,7 +13,7 @@ from tunewell.core.features import require_hook
 from tunewell.core.options import WeightsOptions
 
 if TYPE_CHECKING:
-    from tunewell.inference.chat import Answer, Chat
+    from tunewell.inference.chat import Chat, ChatAnswer
 
 
 def command(
@@ -96,7 +96,7 @@ def as_json(chat: "Chat", prompt: str) -> dict[str, Any]:
     }
 
 
-def _answer_json(answer: "Answer") -> dict[str, Any]:
+def _answer_json(answer: "ChatAnswer") -> dict[str, Any]:
     return {
         "answer": answer.text,
         "ended": answer.ended,

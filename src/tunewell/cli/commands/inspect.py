@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tunewell.data.corpus.views import DocumentView, PairView
-    from tunewell.evaluation.answer_keys import AnswerKey
     from tunewell.records.manifest import Manifest
+    from tunewell.scoring.answer_keys import AnswerKey
     from tunewell.workflows.inspect import Inspection
 
 _MAX_BAR_WIDTH = 40

@@ -8,7 +8,7 @@ import typer
 from tunewell.cli.options import AllowPickle, AsJson, Option, RunArgument, Sets
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
-from tunewell.cli.screens.verdict import comparison_screen, lined, verdict_lines, verdict_screen
+from tunewell.cli.screens.verdict import lined, verdict_screen
 from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 def command(
     model: RunArgument = None,
     data: Annotated[str | None, Option("Rows to test on instead of the run's held-out rows.")] = None,
-    against: Annotated[str | None, Option("Another run to compare with.", "RUN")] = None,
     checkpoint: Annotated[str, Option("`best` by held-out loss, `last`, or a step.")] = "best",
     base: Annotated[str | None, Option("Base model, if the run or adapter does not name it.")] = None,
     template: Annotated[str | None, Option("Chat template, if the model has none.")] = None,
@@ -41,7 +40,6 @@ def command(
 
     # Whatever is wrong with the run or the rows is reported before torch is imported.
     ref = resolve_model(model, checkpoint=checkpoint, base=base, template=template, sets=set_ or ())
-    other = None if against is None else resolve_model(against, sets=set_ or ())
     if data is not None:
         path, _ = split_limit(data)
         if not is_url(path):
@@ -55,7 +53,7 @@ def command(
         import_libraries(device=device, model=ref.model)
         keep_memory_on_cpu(device)
         from tunewell.evaluation.session import ValidateOptions
-        from tunewell.workflows.validate import validate, validate_against
+        from tunewell.workflows.validate import validate
 
         options = ValidateOptions(
             data=data,
@@ -68,15 +66,8 @@ def command(
             allow_pickle=allow_pickle,
             lm_eval=[task.strip() for task in lm_eval.split(",")] if lm_eval else (),
         )
-        both = None if other is None else validate_against(ref, other, options=options, progress=progress)
-        result = validate(ref, options=options, progress=progress) if both is None else both.this
-    if json:
-        payload = as_json(result)
-        emit(json_text(payload if both is None else {**payload, "against": both.comparison.as_json()}))
-    elif both is None:
-        emit(f"{verdict_screen(result.report)}\n{closing(result)}")
-    else:
-        emit(f"{comparison_screen(both.comparison, both.notes)}\n\n{verdict_lines(result.report)}\n{closing(result)}")
+        result = validate(ref, options=options, progress=progress)
+    emit(json_text(as_json(result)) if json else f"{verdict_screen(result.report)}\n{closing(result)}")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 

@@ -26,7 +26,7 @@ from tunewell.core.units import count
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tunewell.inference.chat import Answer, Chat
+    from tunewell.inference.chat import Chat, ChatAnswer
     from tunewell.inference.passages import DocumentChat, IndexAnswer
 
 COMMANDS = {
@@ -220,7 +220,7 @@ def write_answer(parts: Reply) -> None:
         sys.stdout.flush()
 
 
-def answer_statistics(answer: "Answer", base: "Answer | None" = None) -> str:
+def answer_statistics(answer: "ChatAnswer", base: "ChatAnswer | None" = None) -> str:
     """Return the tokens and the speed of an answer, and why it ended early."""
     reasons = {
         "length": "; cut at the maximum length, change it with `/length`",

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_line, table, width
-from tunewell.core.units import count, duration
+from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_line, width
+from tunewell.core.units import count, duration, percent
+from tunewell.evaluation.report.view import compared_rows, field_rows, forgotten_rows, perplexity_change, right_name
 
 if TYPE_CHECKING:
-    from tunewell.evaluation.comparison import Comparison
     from tunewell.records.report import Answer, AnswerCounts, JudgeRecord, LossPair, Report
 
 _MAX_EXAMPLES = 3
@@ -29,6 +29,18 @@ def verdict_screen(report: "Report", *, has_examples: bool = True) -> str:
         parts += ["", examples]
     if report.judge is not None and report.judge.origins:
         parts += ["", _judge_lines(report.judge)]
+    elif report.judge is not None and report.judge.difference is not None:
+        parts += ["", hanging("", report.judge.difference.result)]
+    if confused := report.confusions[:_MAX_EXAMPLES]:
+        rows = [[f"  {one.expected}", f"-> {one.said}", str(one.number)] for one in confused]
+        parts += ["", "most confused:", folded_table(rows, right=(2,))]
+    if report.fields:
+        rows = [["field", "right", "wrong", "missing", "extra"]]
+        rows += [[name, *map(str, numbers)] for name, numbers in field_rows(report, most=_MAX_SOURCES)]
+        parts += ["", folded_table(rows, right=(1, 2, 3, 4))]
+    if changed := [one for one in report.ordinary if one.base_right and not one.tuned_right][:1]:
+        rows = [["  base", "", changed[0].base or "(empty)"], ["  tuned", "", changed[0].tuned or "(empty)"]]
+        parts += ["", f"forgotten: {_question(changed[0].question)}\n{_cut_table(rows)}"]
     parts += ["", verdict_lines(report)]
     parts += [hanging("note: ", note) for note in report.notes]
     return "\n".join(parts)
@@ -37,6 +49,8 @@ def verdict_screen(report: "Report", *, has_examples: bool = True) -> str:
 def verdict_lines(report: "Report") -> str:
     """Return the verdict with its reasons."""
     lines = [hanging(f"{report.verdict}  ", report.summary)]
+    if report.changed_rules:
+        lines.append(hanging("  rules changed: ", ", ".join(report.changed_rules)))
     for reason in report.reasons:
         lines.append(hanging(f"  {reason.level}  ", f"{reason.code}: {reason.what}"))
         if reason.example:
@@ -57,38 +71,14 @@ def _judge_lines(judge: "JudgeRecord") -> str:
     return "\n".join(lines)
 
 
-def comparison_screen(comparison: "Comparison", notes: list[str]) -> str:
-    """Return the comparison of two runs as one screen."""
-    names = [_short(name, _MAX_NAME) for name in (comparison.other, comparison.this)]
-    rows = [["", *names], ["verdict", *comparison.verdicts]]
-    for figure in comparison.figures:
-        is_share = figure.name in ("right", "faulty answers")
-        rows.append([figure.name, *(_number(value, is_share) for value in (figure.other, figure.this))])
-    parts = [table(rows, right=(1, 2))]
-    if comparison.num_both:
-        asked = count(comparison.num_both, "question")
-        changed = f"{comparison.became_right} became right, {comparison.became_wrong} became wrong"
-        result = f": {comparison.difference.result}" if comparison.difference else ""
-        parts.append(hanging("", f"of {asked} asked in both runs, {changed}{result}"))
-    for change in comparison.changed[:_MAX_EXAMPLES]:
-        rows = [["  expected", "", change.reference]]
-        rows.append([f"  {names[0]}", _mark(change.other_right), change.other or "(empty)"])
-        rows.append([f"  {names[1]}", _mark(change.this_right), change.this or "(empty)"])
-        parts += ["", _question(change.question), _cut_table(rows)]
-    for title, found in (("settings", comparison.config), ("data", comparison.data)):
-        parts += ["", f"{title}: no differences" if not found else f"{title}:"]
-        if found:
-            rows = [[f"  {one.name}", f"{one.other} -> {one.this}"] for one in found]
-            parts.append(folded_table(rows))
-    return "\n".join([*parts, *(hanging("note: ", note) for note in notes)])
-
-
 def _head(report: "Report") -> str:
     model = report.subject
     rows = [["tested", model.name, model.because]]
     if model.base:
         reused = f", measured before ({report.base_measured_at[:10]})" if report.base_measured_at else ""
         rows.append(["against", model.base, f"{model.base_role}{reused}"])
+    if report.task is not None:
+        rows.append(["task", report.task.value, report.task.because])
     took = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in report.seconds.items())
     rows.append(["on", report.data, f"took {duration(sum(report.seconds.values()))}: {took}" if took else ""])
     return lined(rows)
@@ -111,9 +101,13 @@ def _metrics(report: "Report") -> str:
         add("loss, everyday text", _number(everyday.base), _number(everyday.tuned), _growth(everyday))
     base, tuned = report.base_tally, report.tuned_tally
     if tuned is not None and tuned.judged:
-        add("answered right", _right(base), _right(tuned), count(tuned.exact, "exact match", "exact matches"))
+        add(right_name(report).lower(), _right(base), _right(tuned), count(tuned.exact, "exact match", "exact matches"))
         if tuned.right_interval is not None:
             add("  95% interval", _interval(base), _interval(tuned))
+    for row in compared_rows(report):
+        add(row.name, row.base or "-", row.tuned or "-", row.hint)
+    for row in forgotten_rows(report):
+        add(row.name.lower(), row.base, row.tuned, row.hint)
     if tuned is not None and (tuned.refused or (base and base.refused)):
         add("refused", "-" if base is None else str(base.refused), str(tuned.refused), "said that they do not know")
     if tuned is not None:
@@ -190,7 +184,7 @@ def _interval(counts: "AnswerCounts | None") -> str:
     if counts is None or counts.right_interval is None:
         return "-"
     low, high = counts.right_interval
-    return f"{low:.0%} to {high:.0%}"
+    return f"{percent(low, 0)} to {percent(high, 0)}"
 
 
 def _metric(value: float | None) -> str:
@@ -209,8 +203,6 @@ def _perplexity(pair: "LossPair") -> str:
 def _growth(pair: "LossPair") -> str:
     if pair.base is None or not pair.base > 0 or not math.isfinite(pair.tuned):
         return ""
-    from tunewell.evaluation.report.view import perplexity_change
-
     growth = f"{pair.tuned / pair.base - 1:+.0%}"
     change = perplexity_change(pair)
     return f"{growth}, perplexity {change}" if change else growth

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +104,16 @@ class Documents:
         return len(self.lengths)
 
     @property
+    def is_trained(self) -> Bools:
+        """Whether each document is trained on."""
+        return ~self.is_held_out & ~self.is_dropped
+
+    @property
+    def is_tested(self) -> Bools:
+        """Whether each document is held out and used."""
+        return self.is_held_out & ~self.is_dropped
+
+    @property
     def order_key(self) -> Hashes:
         """The sort key for sampling: a hash of the content, so that the result does not depend on the order of rows."""
         return self.whole[:, 0]
@@ -131,7 +141,9 @@ class Assembly:
         self._open = ExitStack()
         self._files = {name: self._open.enter_context((folder / f"{name}.bin").open("wb")) for name in _COLUMNS}
         dropped = (folder / DROPPED).open("w", encoding="utf-8", errors="backslashreplace")
-        self._dropped = self._open.enter_context(dropped)
+        self.first_dropped: dict[str, Any] = {}
+        """The first line of `dropped.jsonl`."""
+        self._lists: dict[str, TextIO] = {DROPPED: self._open.enter_context(dropped)}
 
     def begin_source(self, name: str, sha256: str, num_bytes: int, *, version: str = "") -> None:
         """Start a new source. The following blocks belong to it."""
@@ -159,26 +171,32 @@ class Assembly:
         self.notes.update(block.notes)
         self.unknown_characters.update(block.unknown_characters)
         for index, kinds in block.secrets:
-            self._add_secrets(ledger, numbers[index], kinds)
-        self._add_answers(ledger, block, numbers)
+            self.num_secret_rows += 1
+            self.secrets.update(kinds)
+            if self.num_secret_rows <= _MAX_SECRET_ROWS:
+                self._list(SECRETS, {"source": ledger.name, "row": numbers[index], "kinds": kinds})
+        for index, column, answers in block.answers:
+            line = {"source": ledger.name, "row": numbers[index], "column": column, "answers": answers}
+            self._list(ANSWERS, line)
         rows = np.asarray(numbers, dtype=np.int64)
-        dropped = np.flatnonzero(block.status)
-        for index, detail in zip(dropped.tolist(), block.details, strict=True):
-            self.drop(ledger, int(rows[index]), block.reasons[int(block.status[index]) - 1], detail)
-        rows = rows[block.status == 0]
-        supervised = _without_first_tokens(block)
-        keep = np.zeros(len(rows), dtype=bool)
-        if len(rows):
-            keep = np.logical_or.reduceat(supervised, np.cumsum(block.lengths) - block.lengths)
+        is_dropped = block.status > 0
+        codes: list[int] = block.status[is_dropped].tolist()
+        for row, code, detail in zip(rows[is_dropped].tolist(), codes, block.details, strict=True):
+            self.drop(ledger, row, block.reasons[code - 1], detail)
+        rows, whole, question, turns = rows[~is_dropped], *map(_as_numbers, (block.whole, block.question, block.turns))
+        supervised = block.supervised.astype(bool)
+        starts = np.cumsum(block.lengths) - block.lengths
+        supervised[starts] = False  # a first token cannot be predicted from earlier ones
+        keep = np.logical_or.reduceat(supervised, starts) if len(rows) else np.zeros(0, dtype=bool)
         for row in rows[~keep].tolist():
             self.drop(ledger, row, "nothing_to_learn")
         held_out = np.full(len(rows), is_held_out)
         if not is_held_out and self._held_out_share:
-            held_out = _as_numbers(block.question)[:, 0] / _TWO_64 < self._held_out_share
+            held_out = question[:, 0] / _TWO_64 < self._held_out_share
         if stays_held_out is not None:
             held_out |= stays_held_out
             if self._is_auto:
-                self.known_questions = np.union1d(self.known_questions, _as_numbers(block.question)[stays_held_out, 0])
+                self.known_questions = np.union1d(self.known_questions, question[stays_held_out, 0])
         ledger.documents += int((keep & ~held_out).sum())
         ledger.held_out += int((keep & held_out).sum())
         keep_token = np.repeat(keep, block.lengths)
@@ -192,9 +210,9 @@ class Assembly:
             "source": np.full(len(lengths), len(self.sources) - 1),
             "row": rows[keep],
             "is_held_out": held_out[keep],
-            "whole": _as_numbers(block.whole)[keep],
-            "question": _as_numbers(block.question)[keep],
-            "turn": _as_numbers(block.turns)[keep[block.turn_of], 0],
+            "whole": whole[keep],
+            "question": question[keep],
+            "turn": turns[keep[block.turn_of], 0],
             "turn_of": (self._num_documents + np.cumsum(keep) - 1)[block.turn_of][keep[block.turn_of]],
         }
         for name, values in columns.items():
@@ -202,34 +220,24 @@ class Assembly:
         self.num_tokens += int(lengths.sum())
         self._num_documents += len(lengths)
 
-    def _add_secrets(self, ledger: SourceLedger, row: int, kinds: dict[str, int]) -> None:
-        """Count the secrets of a row; list the row if there are not too many."""
-        self.secrets.update(kinds)
-        self.num_secret_rows += 1
-        if self.num_secret_rows <= _MAX_SECRET_ROWS:
-            line = {"source": ledger.name, "row": row, "kinds": kinds}
-            with (self.folder / "corpus" / SECRETS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-    def _add_answers(self, ledger: SourceLedger, block: TokenizedBlock, numbers: Sequence[int]) -> None:
-        """List the rows with accepted answers."""
-        lines = [
-            {"source": ledger.name, "row": numbers[index], "column": column, "answers": answers}
-            for index, column, answers in block.answers
-        ]
-        if lines:
-            with (self.folder / "corpus" / ANSWERS).open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    def _list(self, name: str, line: dict[str, Any]) -> None:
+        """Write a line to a list of rows, which is created with its first line."""
+        if name not in self._lists:
+            file = (self.folder / "corpus" / name).open("w", encoding="utf-8", errors="backslashreplace")
+            self._lists[name] = self._open.enter_context(file)
+        self._lists[name].write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def drop(self, ledger: SourceLedger, row: int, reason: str, detail: str = "") -> None:
         """Count a dropped row and write it to `dropped.jsonl`."""
         ledger.dropped[reason] += 1
         ledger.examples.setdefault(reason, (row, detail))
-        line = {"source": ledger.name, "row": row, "reason": reason}
-        self._dropped.write(json.dumps(line | ({"detail": detail} if detail else {}), ensure_ascii=False) + "\n")
+        line = {"source": ledger.name, "row": row, "reason": reason} | ({"detail": detail} if detail else {})
+        self.first_dropped = self.first_dropped or line
+        self._list(DROPPED, line)
 
-    def drop_document(self, documents: Documents, index: int, reason: str, detail: str = "") -> None:
+    def drop_document(self, index: int, reason: str, detail: str = "") -> None:
         """Drop a document that has already been counted."""
+        documents = self.documents
         ledger = self.sources[int(documents.source[index])]
         if documents.is_held_out[index]:
             ledger.held_out -= 1
@@ -237,6 +245,15 @@ class Assembly:
             ledger.documents -= 1
         documents.is_dropped[index] = True
         self.drop(ledger, int(documents.row[index]), reason, detail)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """The number of dropped rows of all sources by reason."""
+        return sum((source.dropped for source in self.sources), Counter[str]())
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Return the source and the row of a document."""
+        return self.sources[int(self.documents.source[index])].name, int(self.documents.row[index])
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
         # `tofile` is not used: it reports a full disk as "1000 requested and 0 written", without the cause.
@@ -247,50 +264,54 @@ class Assembly:
         for file in self._files.values():
             file.close()
         columns: dict[str, Any] = {name: self._map(name) for name in _COLUMNS}
-        documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
+        documents = self.documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
+        drops_answers = self._clean.answer_in_held_out == "drop"
         # Held-out rows are chosen by their question, so that equal questions are never in both splits.
-        if self._clean.answer_in_held_out == "drop" and self._has_held_out_file:
-            for index in _find_held_out_questions(documents).tolist():
-                self.drop_document(documents, index, "answer_in_held_out")
+        asked = documents.question[:, 0]
+        if drops_answers and self._has_held_out_file:
+            is_asked = np.isin(asked, asked[documents.is_held_out]) & ~documents.is_held_out
+            for index in np.flatnonzero(is_asked).tolist():
+                self.drop_document(index, "answer_in_held_out")
         if self._clean.exact_duplicate == "drop":
             candidates = np.flatnonzero(~documents.is_dropped)
             for index in candidates[find_repeats(documents.whole[candidates])].tolist():
-                self.drop_document(documents, index, "exact_duplicate")
-        is_used = ~documents.is_dropped
-        questions = np.unique(documents.question[:, 0][is_used])
+                self.drop_document(index, "exact_duplicate")
+        questions = np.unique(asked[~documents.is_dropped])
         self.num_questions = len(questions)
         if self._is_auto:
             chosen = choose_auto(questions, self.known_questions)
             self.known_questions = np.union1d(self.known_questions, chosen)
-            self._hold_out(documents, chosen)
+            self._hold_out(chosen)
         elif self._held_out_share and not self._has_held_out_file:
-            num_rows = int((documents.is_held_out & is_used).sum())
-            if not _MIN_HELD_OUT <= num_rows <= int(is_used.sum()) // 2:  # chance may choose none or all of a few rows
-                self._hold_out(documents, choose_share(questions, self._held_out_share))
-        if self._clean.answer_in_held_out == "drop":
-            self._drop_held_out_turns(documents)
+            num_rows = int(documents.is_tested.sum())
+            if (
+                not _MIN_HELD_OUT <= num_rows <= int((~documents.is_dropped).sum()) // 2
+            ):  # chance may choose none or all of a few rows
+                self._hold_out(choose_share(questions, self._held_out_share))
+        if drops_answers:
+            self._drop_held_out_turns()
         return documents
 
-    def _drop_held_out_turns(self, documents: Documents) -> None:
+    def _drop_held_out_turns(self) -> None:
         """Drop training documents in which a turn is a held-out question. Phrases that are in many rows are counted."""
-        is_used = ~documents.is_dropped
-        held_out = documents.question[:, 0][documents.is_held_out & is_used]
-        is_asked = np.isin(documents.turn, held_out) & (is_used & ~documents.is_held_out)[documents.turn_of]
+        documents = self.documents
+        held_out = documents.question[:, 0][documents.is_tested]
+        is_asked = np.isin(documents.turn, held_out) & documents.is_trained[documents.turn_of]
         turn, turn_of = documents.turn[is_asked], documents.turn_of[is_asked]
         asked, num_rows = np.unique(turn, return_counts=True)
-        num_used = int(is_used.sum())
+        num_used = int((~documents.is_dropped).sum())
         limit = min(max(_PHRASE_ROWS, _PHRASE_SHARE * num_used), _MOST * num_used)
-        is_phrase = np.isin(turn, asked[num_rows > limit])
-        dropped = np.unique(turn_of[~is_phrase])
+        dropped = np.unique(turn_of[~np.isin(turn, asked[num_rows > limit])])
         for index in dropped.tolist():
-            self.drop_document(documents, index, "answer_in_held_out", "one of its turns is a held-out question")
+            self.drop_document(index, "answer_in_held_out", "one of its turns is a held-out question")
         if num_kept := len(np.setdiff1d(turn_of, dropped)):
             self.notes["held_out_phrases"] = num_kept
 
-    def _hold_out(self, documents: Documents, questions: Hashes) -> None:
+    def _hold_out(self, questions: Hashes) -> None:
         """Hold out the rows with these questions and no others, and count them in the ledger."""
-        is_used, is_held_out = ~documents.is_dropped, np.isin(documents.question[:, 0], questions)
-        for index in np.flatnonzero(is_used & (is_held_out != documents.is_held_out)).tolist():
+        documents = self.documents
+        is_held_out = np.isin(documents.question[:, 0], questions)
+        for index in np.flatnonzero(~documents.is_dropped & (is_held_out != documents.is_held_out)).tolist():
             ledger, change = self.sources[int(documents.source[index])], 1 if is_held_out[index] else -1
             ledger.held_out += change
             ledger.documents -= change
@@ -331,25 +352,6 @@ def find_repeats(digests: Digests) -> Ints:
         in_order = digests[:, half][order]
         is_repeat &= in_order[1:] == in_order[:-1]
     return np.sort(order[1:][is_repeat])
-
-
-def _find_held_out_questions(documents: Documents) -> Ints:
-    """Return the training documents whose question also occurs in a held-out document."""
-    held_out = documents.question[documents.is_held_out]
-    # Comparing the first halves with numpy leaves few digests to compare in Python.
-    is_candidate = np.isin(documents.question[:, 0], held_out[:, 0]) & ~documents.is_held_out
-    digests: list[list[int]] = held_out.tolist() if is_candidate.any() else []
-    asked = {tuple(digest) for digest in digests}
-    candidates = np.flatnonzero(is_candidate)
-    is_asked = [tuple(digest) in asked for digest in documents.question[candidates].tolist()]
-    return candidates[np.asarray(is_asked, dtype=bool)]
-
-
-def _without_first_tokens(block: TokenizedBlock) -> Bools:
-    """Return the mask without the first token of each document, which cannot be predicted from earlier tokens."""
-    supervised = block.supervised.astype(bool)
-    supervised[np.cumsum(block.lengths) - block.lengths] = False
-    return supervised
 
 
 def _as_numbers(digests: Bytes) -> Digests:

@@ -1,5 +1,6 @@
 """Build a corpus: read rows in blocks, tokenise new blocks, assemble, find near duplicates, pack and write."""
 
+import hashlib
 import json
 import shutil
 from collections import Counter, deque
@@ -9,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -19,13 +21,14 @@ from tunewell.core.files import disk_full_as_user_error, make_private, publish_f
 from tunewell.core.progress import Progress
 from tunewell.data.corpus.assembly import Assembly, Documents, SpaceEstimate
 from tunewell.data.corpus.held_out import read_questions
-from tunewell.data.corpus.similarity import SHINGLE_TOKENS, NearDuplicateSearch, NearPairs, TokenLists
+from tunewell.data.corpus.similarity import SHINGLE_TOKENS, NearDuplicateSearch, TokenLists
 from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import (
+    NumberedBlock,
     RenderedBlock,
     RowPipeline,
     TokenizedBlock,
-    cache_file_name,
+    TokenizedSource,
     join_tokens,
     load_tokenized,
     render_block,
@@ -54,10 +57,10 @@ def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
         try:
             with closing(Assembly(staging, spec.data, read_questions(out))) as assembly:
                 used = _assemble(assembly, spec, cache, space)
-                documents = assembly.finish()
+                assembly.finish()
                 space.is_read = True
-                near = _check_near_duplicates(assembly, documents, spec.data.clean)
-                manifest = CorpusWriter(spec, assembly, documents, space).write(near)
+                near = _check_near_duplicates(assembly, spec.data.clean)
+                manifest = CorpusWriter(spec, assembly, space).write(near)
             publish_folder(staging / "corpus", out)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -70,27 +73,26 @@ def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
 def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEstimate) -> set[str]:
     """Add the tokenized blocks of all files in order; return the names of the cache files used."""
     used: set[str] = set()
-    num_rows = 0
     rows_of_source: Counter[int] = Counter()
     is_total_known = all(job.file.format == "jsonl" and not job.file.compression for job in spec.jobs)
     for job in spec.jobs:
         version, limit = job.file.version(), job.pipeline.read.limit
-        is_skipped = bool(version) and limit is not None and rows_of_source[job.source_index] >= limit
-        sha256 = "" if is_skipped else job.sha256  # not downloaded
+        if limit is not None:  # it covers all files of a source
+            limit = max(0, limit - rows_of_source[job.source_index])
+        sha256 = "" if version and limit == 0 else job.sha256  # not downloaded
         assembly.begin_source(job.file.name, sha256, job.file.source.size(), version=version)
-        if job.file.format == TOKENIZED:
-            num_rows += _add_tokenized(assembly, job, spec, rows_of_source, num_rows)
-            space.tokens = assembly.num_tokens
-            continue
-        for block, tokenized, name in _tokenized_blocks(job, cache, rows_of_source[job.source_index]):
-            assembly.add(tokenized, block.numbers, is_held_out=job.is_held_out)
-            used.add(name)
-            num_rows += len(block)
-            rows_of_source[job.source_index] += len(block)
+        is_tokenized = job.file.format == TOKENIZED
+        source = cast(TokenizedSource, job.file.source)
+        blocks = source.blocks(job.pipeline, limit) if is_tokenized else _tokenized_blocks(job, cache, limit)
+        for block in blocks:
+            assembly.add(block.tokens, block.numbers, is_held_out=job.is_held_out, stays_held_out=block.is_held_out)
+            used.add(block.cache_name)
+            rows_of_source[job.source_index] += len(block.numbers)
             space.read_bytes += block.num_bytes
             space.tokens = assembly.num_tokens
-            total = space.source_bytes if is_total_known else 0
-            spec.progress(Progress("reading", space.read_bytes, total, "bytes", num_rows))
+            num_rows, total = rows_of_source.total(), space.source_bytes if is_total_known else 0
+            progress = Progress("reading", space.read_bytes, total, "bytes", num_rows)
+            spec.progress(Progress("reading", num_rows, 0, "documents") if is_tokenized else progress)
         if job.stamp and job.file.source.stamp() != job.stamp:
             raise UserError(
                 f"`{job.file.name}` changed while it was read",
@@ -99,39 +101,20 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
     return used
 
 
-def _add_tokenized(
-    assembly: Assembly, job: Job, spec: BuildSpec, rows_of_source: Counter[int], rows_before: int
-) -> int:
-    """Add the documents of a prepared corpus or of packed shards; return their number."""
-    from tunewell.data.corpus.old_shards import PackedShard  # not needed for rows
-    from tunewell.data.corpus.prepared import PreparedPart
-
-    part, limit, total = job.file.source, job.pipeline.read.limit, 0
-    assert isinstance(part, PackedShard | PreparedPart)
-    if limit is not None:
-        limit = max(0, limit - rows_of_source[job.source_index])
-    for block in part.blocks(job.pipeline, limit) if isinstance(part, PackedShard) else part.blocks(limit):
-        assembly.add(block.tokens, block.numbers, is_held_out=job.is_held_out, stays_held_out=block.is_held_out)
-        total += len(block.numbers)
-        spec.progress(Progress("reading", rows_before + total, 0, "documents"))
-    rows_of_source[job.source_index] += total
-    return total
-
-
-def _tokenized_blocks(job: Job, cache: Path, rows_before: int) -> Iterator[tuple[Block, TokenizedBlock, str]]:
-    """Yield the tokenized blocks of a file; render each block here while a thread tokenises the previous one.
-
-    `rows_before` is the number of rows in earlier files of the same source, because its limit covers all its files.
-    """
-    key, read = job.pipeline.cache_key(), job.pipeline.read
-    if read.limit is not None:
-        read = replace(read, limit=max(0, read.limit - rows_before))
+def _tokenized_blocks(job: Job, cache: Path, limit: int | None) -> Iterator[NumberedBlock]:
+    """Yield the tokenized blocks of a file; render each block here while a thread tokenises the previous one."""
+    key = job.pipeline.cache_key()
     waiting: deque[tuple[Block, Future[TokenizedBlock], str]] = deque()
     is_checked = False
     pool = ThreadPoolExecutor(max_workers=1)
+
+    def first_finished() -> NumberedBlock:
+        block, future, name = waiting.popleft()
+        return NumberedBlock(block.numbers, future.result(), None, block.num_bytes, name)
+
     try:
-        for block in read_blocks(job.file, read):
-            name = cache_file_name(block, key)
+        for block in read_blocks(job.file, replace(job.pipeline.read, limit=limit)):
+            name = hashlib.sha256(f"{block.digest}:{key}".encode()).hexdigest()[:40] + ".npz"
             future: Future[TokenizedBlock] = Future()
             if (cached := load_tokenized(cache / name)) is not None:
                 future.set_result(cached)
@@ -143,18 +126,11 @@ def _tokenized_blocks(job: Job, cache: Path, rows_before: int) -> Iterator[tuple
                 future = pool.submit(_encode, rendered, job.pipeline, cache / name)
             waiting.append((block, future, name))
             if len(waiting) > _BLOCKS_AHEAD:
-                yield _first_finished(waiting)
+                yield first_finished()
         while waiting:
-            yield _first_finished(waiting)
+            yield first_finished()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _first_finished(
-    waiting: deque[tuple[Block, Future[TokenizedBlock], str]],
-) -> tuple[Block, TokenizedBlock, str]:
-    block, future, name = waiting.popleft()
-    return block, future.result(), name
 
 
 def _encode(rendered: RenderedBlock, pipeline: RowPipeline, path: Path) -> TokenizedBlock:
@@ -163,13 +139,13 @@ def _encode(rendered: RenderedBlock, pipeline: RowPipeline, path: Path) -> Token
     return tokenized
 
 
-def _check_near_duplicates(assembly: Assembly, documents: Documents, clean: Clean) -> NearDuplicateRecord | None:
+def _check_near_duplicates(assembly: Assembly, clean: Clean) -> NearDuplicateRecord | None:
     """Search for near duplicates as configured, write the pairs to the corpus folder and return the counts."""
     if clean.near_held_out == clean.near_duplicate == "keep":
         return None
-    used = ~documents.is_dropped
-    held_out = np.flatnonzero(used & documents.is_held_out)
-    order = np.concatenate([held_out, np.flatnonzero(used & ~documents.is_held_out)])
+    documents = assembly.documents
+    held_out = np.flatnonzero(documents.is_tested)
+    order = np.concatenate([held_out, np.flatnonzero(documents.is_trained)])
     search = NearDuplicateSearch(
         _without_shared_prefix(documents, order), clean.near_duplicate_threshold, assembly.folder
     )
@@ -180,50 +156,37 @@ def _check_near_duplicates(assembly: Assembly, documents: Documents, clean: Clea
         near_duplicate=clean.near_duplicate,
     )
     listed: list[NearPair] = []
-    if clean.near_held_out != "keep":
-        pairs = search.find(len(held_out)) if len(held_out) else NearPairs.none()
-        record = record.model_copy(update={"num_near_held_out": len(pairs)})
-        listed += _report("near_held_out", clean.near_held_out, pairs.of(order), assembly, documents)
-    if clean.near_duplicate != "keep":
-        search.exclude(np.arange(len(held_out)))
-        search.exclude(np.flatnonzero(documents.is_dropped[order]))
-        pairs = search.find()
-        record = record.model_copy(update={"num_near_duplicates": len(pairs)})
-        listed += _report("near_duplicate", clean.near_duplicate, pairs.of(order), assembly, documents)
+    for kind, action, number in (
+        ("near_held_out", clean.near_held_out, "num_near_held_out"),
+        ("near_duplicate", clean.near_duplicate, "num_near_duplicates"),
+    ):
+        if action == "keep":
+            continue
+        if kind == "near_duplicate":
+            search.exclude(np.arange(len(held_out)))
+            search.exclude(np.flatnonzero(documents.is_dropped[order]))
+        pairs = search.find(len(held_out) if kind == "near_held_out" else None)
+        record = record.model_copy(update={number: len(pairs)})
+        found = zip(order[pairs.document].tolist(), order[pairs.other].tolist(), pairs.similarity.tolist(), strict=True)
+        for at, (index, other, similarity) in enumerate(found):
+            (source, row), (similar_source, similar_row) = assembly.place(index), assembly.place(other)
+            if at < _MAX_LISTED:
+                listed.append(
+                    NearPair(
+                        kind=kind,
+                        source=source,
+                        row=row,
+                        similar_source=similar_source,
+                        similar_row=similar_row,
+                        similarity=round(similarity, 4),
+                    )
+                )
+            if action == "drop":
+                assembly.drop_document(index, kind, f"{similarity:.0%} similar to {similar_source} row {similar_row}")
     if listed:
         lines = (json.dumps(pair.model_dump(), ensure_ascii=False) + "\n" for pair in listed)
         (assembly.folder / "corpus" / NEAR_DUPLICATES).write_text("".join(lines), encoding="utf-8")
     return record
-
-
-def _report(reason: str, action: str, pairs: NearPairs, assembly: Assembly, documents: Documents) -> list[NearPair]:
-    """Drop the later document of each pair if configured; return the pairs to list."""
-
-    def name(index: int) -> tuple[str, int]:
-        return assembly.sources[int(documents.source[index])].name, int(documents.row[index])
-
-    listed: list[NearPair] = []
-    for index, other, similarity in zip(
-        pairs.document.tolist(), pairs.other.tolist(), pairs.similarity.tolist(), strict=True
-    ):
-        (source, row), (similar_source, similar_row) = name(index), name(other)
-        if len(listed) < _MAX_LISTED:
-            listed.append(
-                NearPair(
-                    kind=reason,
-                    source=source,
-                    row=row,
-                    similar_source=similar_source,
-                    similar_row=similar_row,
-                    similarity=round(similarity, 4),
-                )
-            )
-        elif action != "drop":
-            break
-        if action == "drop":
-            detail = f"{similarity:.0%} similar to {similar_source} row {similar_row}"
-            assembly.drop_document(documents, index, reason, detail)
-    return listed
 
 
 def _without_shared_prefix(documents: Documents, order: Ints) -> TokenLists:

@@ -18,11 +18,13 @@ another tokenizer.
 import json
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +32,8 @@ import numpy.typing as npt
 from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, read_text, sha256_file
-from tunewell.data.corpus.prepared import PreparedBlock
-from tunewell.data.corpus.tokenized_block import RowPipeline, TokenizedBlock, join_tokens, render_block
-from tunewell.data.rows.conversation import Rejected
+from tunewell.data.corpus.tokenized_block import NumberedBlock, RowPipeline, join_tokens, render_block
+from tunewell.data.rows.conversation import Rejected, is_list, is_object
 from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, detect_format, is_url
 from tunewell.data.sources.blocks import Block, ReadOptions, read_parsed
@@ -88,27 +89,22 @@ class PackedShard:
         """Return size and time of the shard."""
         return self.file.source.stamp()
 
-    def blocks(self, pipeline: RowPipeline, limit: int | None = None) -> Iterator[PreparedBlock]:
+    def blocks(self, pipeline: RowPipeline, limit: int | None) -> Iterator[NumberedBlock]:
         """Yield the conversations of the packed rows, in their order."""
         reader, number = _Unpacker(pipeline, self), 0
-        waiting: list[_Packed] = []
-        for _, row in read_parsed(self.file, ReadOptions(1 << 30, 64)):
-            for document in reader.split(row):
-                if limit is not None and number >= limit:
-                    break
-                number += 1
-                waiting.append(document)
-            if len(waiting) >= _BLOCK_DOCUMENTS:
-                yield reader.convert(waiting, number)
-                waiting = []
-        if waiting:
-            yield reader.convert(waiting, number)
+        rows = (row for _, row in read_parsed(self.file, ReadOptions(1 << 30, 64)))
+        documents = islice(chain.from_iterable(map(reader.split, rows)), limit)
+        while some := list(islice(documents, _BLOCK_DOCUMENTS)):
+            number += len(some)
+            yield reader.convert(some, number)
 
 
 @dataclass
 class _Packed:
     ids: Ints
     labels: Ints
+    is_whole: bool
+    """Whether every token is supervised in the shard."""
 
 
 @dataclass
@@ -127,7 +123,7 @@ class _Unpacker:
     def split(self, row: Any) -> Iterator[_Packed]:
         """Yield the conversations of a packed row, without padding and end tokens."""
         self.num_rows += 1
-        if not _is_packed(row):
+        if not is_object(row) or _IDS not in row:
             raise self._lies(f"row {self.num_rows} has no `{_IDS}`")
         try:
             ids = np.asarray(row[_IDS], dtype=np.int64)
@@ -148,7 +144,7 @@ class _Unpacker:
         ends = np.flatnonzero(np.isin(ids, self._end_ids(ids)))
         for start, end in zip([0, *(ends + 1)], [*ends, len(ids)], strict=True):
             if len(np.unique(ids[start:end])) > 1:  # a run of one id is padding that the attention mask includes
-                yield _Packed(ids[start:end], labels[start:end])
+                yield _Packed(ids[start:end], labels[start:end], not (labels[start + 1 : end] == -100).any())
 
     def _end_ids(self, ids: Ints) -> tuple[int, ...]:
         """Return the tokens between conversations: named in the manifest, or the end token if it does not end turns."""
@@ -171,9 +167,8 @@ class _Unpacker:
         self.end_ids = (found[0],)
         return self.end_ids
 
-    def convert(self, documents: Sequence[_Packed], number: int) -> PreparedBlock:
+    def convert(self, documents: Sequence[_Packed], number: int) -> NumberedBlock:
         """Return documents as a block; repair the masks of those in which every token is supervised."""
-        whole = {id(document) for document in documents if _has_all(document)}
         texts = [self._decode(document.ids) for document in documents]
         numbers = list(range(number - len(documents) + 1, number + 1))
         if self.is_rendered is None:
@@ -185,47 +180,49 @@ class _Unpacker:
         rendered = render_block(block, pipeline)
         if self.is_rendered and rendered.formats.get("text", 0):
             pairs = zip(documents, texts, strict=True)
-            if plain := [text for document, text in pairs if id(document) in whole and not self._renders(text)]:
+            if plain := [text for document, text in pairs if document.is_whole and not self._renders(text)]:
                 raise self._no_roles(len(plain), plain)
         tokens = join_tokens(rendered, pipeline.encoder.encode(rendered.layouts))
         kept = [document for document, status in zip(documents, tokens.status, strict=True) if status == 0]
-        labels = np.where(tokens.supervised, tokens.tokens.astype(np.int64), -100)
-        parts = [np.split(array, np.cumsum(tokens.lengths)[:-1]) for array in (tokens.tokens, labels)]
+        num_whole = sum(document.is_whole for document in kept)
+        is_own = [self.is_rendered and document.is_whole for document in kept]
+        ids, supervised = (
+            np.split(each, np.cumsum(tokens.lengths)[:-1]) for each in (tokens.tokens, tokens.supervised)
+        )
         # Markers that were added to the tokenizer have ids that the shards do not have.
         if self.is_rendered and not pipeline.encoder.tokenizer.added_by_us:
-            self._compare(parts[0], kept)
-        num_stored = sum(id(document) not in whole for document in kept)
-        if not self.is_rendered:
-            tokens = _as_stored(tokens, kept)
-            tokens.notes = {note: len(kept) - num_stored} if len(kept) > num_stored else {}
-        elif num_stored:
-            own = [
-                _Packed(ids.astype(np.int64), mask) if id(document) in whole else document
-                for document, ids, mask in zip(kept, *parts, strict=True)
-            ]
-            boundary = tokens.boundary * [id(document) in whole for document in kept]
-            tokens = _as_stored(tokens, own)
-            tokens.boundary, tokens.notes = boundary, tokens.notes if num_stored < len(kept) else {}
-        if num_stored:
-            tokens.notes["masks_as_stored"] = num_stored
-        tokens.notes["converted_from_shards"] = len(kept)
+            self._compare(ids, kept)
+        for document, has_own, *own in zip(kept, is_own, ids, supervised, strict=False):
+            if has_own:
+                document.ids = own[0].astype(np.int64)
+                document.labels = np.where(own[1], document.ids, -100)
+        # The digests of the conversations stay.
+        tokens.lengths = np.asarray([len(document.ids) for document in kept], dtype=np.int64)
+        tokens.tokens = np.concatenate([*(document.ids for document in kept), np.zeros(0)]).astype(np.uint32)
+        tokens.supervised = np.concatenate([*(document.labels for document in kept), np.zeros(0)]) != -100
+        tokens.boundary = np.where(is_own, tokens.boundary, 0)
+        notes = tokens.notes if any(is_own) else Counter({note: num_whole} if num_whole else {})
+        if num_whole < len(kept):
+            notes["masks_as_stored"] = len(kept) - num_whole
+        notes["converted_from_shards"] = len(kept)
         if self.shard.is_assumed:
-            tokens.notes["shards_without_manifest"] = len(kept)
-        return PreparedBlock(numbers, tokens, np.zeros(len(kept), dtype=bool))
+            notes["shards_without_manifest"] = len(kept)
+        tokens.notes = notes
+        return NumberedBlock(numbers, tokens)
 
     def _renders(self, text: str) -> bool:
         """Return True if the template of the config renders a text that a template has rendered."""
         if self.pipeline.masker is None or self.pipeline.converter.keeps_text:
             return False
         with suppress(UserError, Rejected):
-            return self.pipeline.rendered_text_parser().parse(_with_line_ends(text), self.shard.name) is not None
+            return self.pipeline.parser.parse(_with_line_ends(text), self.shard.name) is not None
         return False
 
     def _mask(self, documents: Sequence[_Packed], texts: Sequence[str]) -> str:
         """Mask the documents without a mask by their markers, or not at all with `format: text`; return the note."""
         backend = self.pipeline.encoder.tokenizer.backend
         self._compare((np.asarray(backend.encode(text, add_special_tokens=False).ids) for text in texts), documents)
-        found = [document for document in documents if _has_all(document)]
+        found = [document for document in documents if document.is_whole]
         if not found or self.pipeline.converter.keeps_text:
             return "trained_as_a_whole"
         num_plain = 0
@@ -279,11 +276,6 @@ class _Unpacker:
         return _wrong_manifest(self.shard.name, f"it says 3.0, but {what}")
 
 
-def _has_all(document: _Packed) -> bool:
-    """Return True if every token is supervised."""
-    return not (document.labels[1:] == -100).any()
-
-
 def _with_line_ends(text: str) -> str:
     """Restore the line ends of a chat template in a text without any."""
     for pattern, line_end in _LINE_ENDS if "\n" not in text else ():
@@ -291,25 +283,11 @@ def _with_line_ends(text: str) -> str:
     return text
 
 
-def _is_packed(row: object) -> bool:
-    return isinstance(row, dict) and _IDS in row
-
-
 def _same_ids(ids: npt.NDArray[Any], stored: Ints) -> bool:
     """Return True if the ids are equal, or the stored ones lack or add the white space at the end, or a BOS token."""
     short, long = sorted((ids.astype(np.int64), stored), key=len)
     is_same = (long[: len(short)] == short).all() or (long[-len(short) :] == short).all()
     return len(long) - len(short) <= 1 and bool(is_same)
-
-
-def _as_stored(tokens: TokenizedBlock, documents: Sequence[_Packed]) -> TokenizedBlock:
-    """Return a block with the ids and masks of the shard; the digests of the conversations stay."""
-    ids = [document.ids for document in documents]
-    tokens.lengths = np.asarray([len(own) for own in ids], dtype=np.int64)
-    tokens.tokens = np.concatenate([*ids, np.zeros(0)]).astype(np.uint32)
-    tokens.supervised = np.concatenate([*(document.labels for document in documents), np.zeros(0)]) != -100
-    tokens.boundary = np.zeros(len(ids), dtype=np.int64)
-    return tokens
 
 
 def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
@@ -330,21 +308,20 @@ def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
     found = [
         SourceFile(shard, shard.name, str(kind), by) for shard in shards for kind, by in [detect_format(shard.name)]
     ]
-    packed = found
     if is_listed:
         _check_manifest(path, manifest, version, files)
-        for file in found:
-            _check_first_row(file, version)
-    elif not (packed := [file for file in found if file.format in _PACKED_FILES and _is_packed(_first_row(file))]):
-        return None
-    if is_listed and version == _ROWS:
-        return found
-    packing = cast(dict[str, Any], manifest.get("packing_metadata") or {})
-    end_id = manifest.get("eos_token_id", packing.get("eos_token_id"))
+    packed = [file for file in found if file.format in _PACKED_FILES and _has_ids(file)]
+    for file in found if is_listed else ():
+        if (file in packed) != (version == _PACKED):
+            rows = "packed rows of ids" if file in packed else "rows of text"
+            raise _wrong_manifest(file.name, f"it says {version}, but the shard has {rows}")
+    if not packed:
+        return found if is_listed else None
+    packing = manifest.get("packing_metadata")
+    end_id = manifest.get("eos_token_id", packing.get("eos_token_id") if is_object(packing) else None)
     own_id = end_id if isinstance(end_id, int) else None
-    is_assumed = version != _PACKED
     return [
-        SourceFile(PackedShard(file, own_id, is_assumed), file.name, TOKENIZED) if file in packed else file
+        SourceFile(PackedShard(file, own_id, version != _PACKED), file.name, TOKENIZED) if file in packed else file
         for file in found
     ]
 
@@ -354,8 +331,8 @@ def _manifest_of(path: Path) -> dict[str, Any]:
     for folder in (path, *path.parents[:2]):
         with suppress(OSError, ValueError):
             manifest = json.loads(read_text(folder / _MANIFEST))
-            if isinstance(manifest, dict) and "format_version" in manifest:
-                return cast(dict[str, Any], manifest)
+            if is_object(manifest) and "format_version" in manifest:
+                return manifest
     return {}
 
 
@@ -364,35 +341,28 @@ def _is_held_out(path: Path) -> bool:
     return any(part.lower() in _HELD_OUT for part in path.parts[:-1]) or path.name.lower().startswith(_HELD_OUT)
 
 
-def _first_row(file: SourceFile) -> Any:
-    return next(read_parsed(file, ReadOptions(1 << 30, 64)), (0, None))[1]
-
-
-def _check_first_row(file: SourceFile, version: str) -> None:
-    is_packed = _is_packed(_first_row(file))
-    if is_packed != (version == _PACKED):
-        rows = "packed rows of ids" if is_packed else "rows of text"
-        raise _wrong_manifest(file.name, f"it says {version}, but the shard has {rows}")
+def _has_ids(file: SourceFile) -> bool:
+    """Return True if the first row of a file is a packed row."""
+    row = next(read_parsed(file, ReadOptions(1 << 30, 64)), (0, None))[1]
+    return is_object(row) and _IDS in row
 
 
 def _check_manifest(path: str, manifest: dict[str, Any], version: str, files: Sequence[LocalFile]) -> None:
     """Compare the shards that the manifest lists with the files: presence, size, hash."""
-    packing = manifest.get("packing_metadata")
-    if isinstance(packing, dict) and bool(cast(dict[str, Any], packing).get("enabled")) != (version == _PACKED):
+    packing, listed = manifest.get("packing_metadata"), manifest.get("shards")
+    if is_object(packing) and bool(packing.get("enabled")) != (version == _PACKED):
         raise _wrong_manifest(path, f"it says {version}, but `packing_metadata.enabled` says otherwise")
-    listed = manifest.get("shards")
-    names = {file.path.name for file in files}
-    for entry in cast(list[Any], listed) if isinstance(listed, list) else []:
-        record = cast(dict[str, Any], entry) if isinstance(entry, dict) else {"file": entry}
+    shards = {file.path.name: file.path for file in files}
+    for entry in listed if is_list(listed) else []:
+        record = entry if is_object(entry) else {"file": entry}
         name = str(next((record[key] for key in ("file", "filename", "path", "name") if key in record), ""))
-        if Path(name).name not in names:
+        shard = shards.get(Path(name).name)
+        if shard is None:
             raise _wrong_manifest(path, f"it lists `{name}`, which is missing")
-        shard = next(file.path for file in files if file.path.name == Path(name).name)
-        expected = next(
-            (record[key] for key in ("num_examples", "num_sequences", "count", "rows") if key in record), None
-        )
         if "sha256" in record and record["sha256"] != sha256_file(shard):
             raise _wrong_manifest(path, f"`{name}` has another hash than it lists")
+        counts = ("num_examples", "num_sequences", "count", "rows")
+        expected = next((record[key] for key in counts if key in record), None)
         if expected is not None and not shard.name.endswith((".gz", ".zst")):
             with open_file(shard) as stream:
                 num_rows = sum(1 for line in stream if line.strip())

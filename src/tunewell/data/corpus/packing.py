@@ -21,7 +21,7 @@ MIN_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedSequences:
     """The assignment of documents to sequences.
 
     order   4 0 | 2 | 3 1 5        documents, sequence by sequence
@@ -49,7 +49,7 @@ class Packing:
         return self.num_tokens / num_slots if num_slots else 0.0
 
 
-def pack(lengths: npt.NDArray[np.integer], context_length: int) -> Packing:
+def pack(lengths: npt.NDArray[np.integer], context_length: int) -> PackedSequences:
     """Assign every document to one sequence, deterministically; raise ValueError if a document does not fit."""
     lengths = np.asarray(lengths)
     if len(lengths) and (lengths.max() > context_length or lengths.min() < 1):
@@ -72,7 +72,7 @@ def pack(lengths: npt.NDArray[np.integer], context_length: int) -> Packing:
         sizes.append(np.full(times, block.shape[1]))
         done += block.size
     starts = np.concatenate([np.zeros(1, dtype=np.int64), *sizes]).cumsum()
-    return Packing(context_length, order, starts, int(lengths.sum(dtype=np.int64)))
+    return PackedSequences(context_length, order, starts, int(lengths.sum(dtype=np.int64)))
 
 
 def _designs(counts: dict[int, int], context_length: int) -> Iterator[tuple[int, dict[int, int]]]:

@@ -6,11 +6,10 @@ corpus stays small.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from difflib import SequenceMatcher
 from functools import cached_property
-from typing import Any
+from itertools import groupby
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -38,27 +37,8 @@ _NOT_SHOWN = "(not shown: its secrets cannot be located in its tokens)"
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 
 
-Span = tuple[int, int, str]
-"""Start, end and kind of a secret in a text."""
-
-
-@dataclass(frozen=True)
-class ShownDocument:
-    """One document with its mask as HTML."""
-
-    view: DocumentView
-    mask: Markup | None
-    """None if the row has secrets that were not found again in its text."""
-
-
-@dataclass(frozen=True)
-class DropReason:
-    """One reason for dropped rows, with examples: the row, its text, and a remark if there is no text."""
-
-    name: str
-    meaning: str
-    num_rows: int
-    examples: list[tuple[DroppedRow, str, str]]
+Example = tuple[DroppedRow, str, str]
+"""A dropped row, its text, and a remark if there is no text."""
 
 
 class CorpusPage:
@@ -73,21 +53,16 @@ class CorpusPage:
     def render(self, wanted: Sequence[int] = (), *, num_rows: int = MAX_ROWS, is_held_out: bool = False) -> str:
         """Return the page with the wanted documents and a sample; the output is deterministic."""
         template = page_environment("tunewell.data.corpus").get_template("corpus.html")
-        manifest = self.manifest
-        in_bins = [number for _, _, number in manifest.lengths.histogram]
         return template.render(
             page=self,
-            manifest=manifest,
+            manifest=self.manifest,
             documents=self._documents(wanted, num_rows, is_held_out=is_held_out),
             reasons=self._drop_reasons(),
             sources=self._sources(),
+            max_sources=_MAX_SOURCES,
             pairs=self._pairs(),
             secrets=self._secrets(),
-            most_in_bin=max(in_bins, default=0) or 1,
-            num_in_bins=sum(in_bins) or 1,
-            num_documents=sum(split.documents for split in manifest.splits.values()),
-            num_tokens=sum(split.tokens for split in manifest.splits.values()),
-            notes=[(name.replace("_", " "), number, _meaning(name)) for name, number in manifest.notes.items()],
+            meaning=_meaning,
         )
 
     @property
@@ -104,35 +79,63 @@ class CorpusPage:
             found.append((f"Secrets or personal data in {count(secrets.rows, 'row')}.", "secrets"))
         return found
 
-    def _documents(self, wanted: Sequence[int], num_rows: int, *, is_held_out: bool) -> list[ShownDocument]:
+    def _documents(
+        self, wanted: Sequence[int], num_rows: int, *, is_held_out: bool
+    ) -> list[tuple[DocumentView, Markup | None]]:
+        """Return documents with their masks, or None if a row has secrets that were not found again in its text."""
         corpus = self._views.corpus
-        num_held_out = 0 if wanted else min(len(corpus.held_out), round(num_rows * _HELD_OUT_SHARE))
-        if wanted:
-            chosen = [(index, is_held_out) for index in wanted]
-        elif is_held_out:
-            chosen = [(index, True) for index in self._views.sample(num_rows, is_held_out=True)]
-        else:
+        num_held_out = num_rows if is_held_out else min(len(corpus.held_out), round(num_rows * _HELD_OUT_SHARE))
+        chosen = [(index, is_held_out) for index in wanted]
+        if not wanted:
             chosen = [(index, False) for index in self._views.sample(num_rows - num_held_out)]
             chosen += [(index, True) for index in self._views.sample(num_held_out, is_held_out=True)]
-        views = (self._views.document(index, is_held_out=held_out) for index, held_out in chosen)
-        return [ShownDocument(view, self._mask(view)) for view in views]
+        views = [self._views.document(index, is_held_out=held_out) for index, held_out in chosen]
+        return [(view, self._mask(view)) for view in views]
 
     def _mask(self, view: DocumentView) -> Markup | None:
-        spans = self._find_secrets(view)
-        return None if spans is None else Markup("").join(_mask_parts(view, spans, self._control_ids))
+        """Return a document as HTML. Supervised tokens are in `mark`, every second one in `i`, control tokens in `b`.
 
-    def _find_secrets(self, view: DocumentView) -> list[Span] | None:
-        """Return the secrets in the text; None if `prepare` found more, as where the tokenizer changes letters."""
+        <mark>It<i> is</i> 4<i>.</i><b>&lt;|im_end|&gt;</b></mark>
+        """
+        hidden = self._hidden(view)
+        if hidden is None:
+            return None
+        first, last = _TOKENS_AT_START, len(view.tokens) - _TOKENS_AT_END
+        parts, position, is_open = list[Markup](), 0, False
+        for number, token in enumerate(view.tokens):
+            start, position = position, position + len(token.text)
+            is_left_out = first <= number < last
+            if (is_marked := token.is_supervised and not is_left_out) != is_open:
+                parts.append(Markup("<mark>" if is_marked else "</mark>"))
+                is_open = is_marked
+            if number == first and is_left_out:
+                gap = Markup('<small class="gap">{} not shown</small>')
+                parts.append(gap.format(count(last - first, "token")))
+            elif not is_left_out:
+                shown = _replaced(token.text, hidden, start, show=_text_html, name=Markup("<u>{}</u>").format)
+                text, is_control = Markup("").join(shown), token.id in self._views.tokenizer.control_ids
+                tag = "b" if is_control else "i" if number % 2 else ""
+                parts.append(Markup(f"<{tag}>{text}</{tag}>") if tag and text else text)
+        return Markup("").join([*parts, Markup("</mark>" if is_open else "")])
+
+    def _hidden(self, view: DocumentView) -> dict[int, str] | None:
+        """Return the positions of secrets: the kind for the first character of each, and nothing for the others.
+
+        The result is None if `prepare` found more secrets, as where the tokenizer changes letters.
+        """
         # Control tokens end a text. They are no part of a secret.
-        ends = (token.text if token.id not in self._control_ids else "\n" * len(token.text) for token in view.tokens)
+        control = self._views.tokenizer.control_ids
+        ends = (token.text if token.id not in control else "\n" * len(token.text) for token in view.tokens)
         spans = secret_spans("".join(ends))
         found = Counter(kind for _, _, kind in spans)
         listed = self._secret_kinds.get((view.source, view.row), {})
-        return _merged(spans) if all(found[kind] >= number for kind, number in listed.items()) else None
-
-    @property
-    def _control_ids(self) -> frozenset[int]:
-        return self._views.tokenizer.control_ids
+        if any(found[kind] < number for kind, number in listed.items()):
+            return None
+        hidden: dict[int, str] = {}
+        for start, end, kind in sorted(spans):
+            for position in range(start, end):
+                hidden.setdefault(position, kind if position == start else "")
+        return hidden
 
     @cached_property
     def _secret_kinds(self) -> dict[RowKey, dict[str, int]]:
@@ -140,45 +143,31 @@ class CorpusPage:
             return {}
         return {(secret.source, secret.row): secret.kinds for secret in self._views.corpus.secret_rows()}
 
-    def _drop_reasons(self) -> list[DropReason]:
+    def _drop_reasons(self) -> list[tuple[str, int, list[Example]]]:
         """Return the reasons, the most frequent first, with the first rows of each as examples."""
-        counts, chosen = self.manifest.dropped, {reason: list[DroppedRow]() for reason in self.manifest.dropped}
-        left = sum(min(number, _MAX_EXAMPLES) for number in counts.values())
-        rows = self._views.corpus.dropped_rows()
-        while left and (row := next(rows, None)) is not None:
-            if len(chosen.setdefault(row.reason, [])) < _MAX_EXAMPLES:
-                chosen[row.reason].append(row)
-                left -= 1
-        texts = self._rows.read((row.source, row.row) for examples in chosen.values() for row in examples)
+        counts, chosen = self.manifest.dropped, self._views.dropped(_MAX_EXAMPLES)
+        texts = self._rows.read((row.source, row.row) for rows in chosen.values() for row in rows)
         return [
-            DropReason(reason, _meaning(reason), counts[reason], [self._example(row, texts) for row in chosen[reason]])
-            for reason in sorted(counts, key=lambda reason: (-counts[reason], reason))
+            (reason, counts[reason], [self._example(row, texts) for row in rows]) for reason, rows in chosen.items()
         ]
 
-    def _example(self, row: DroppedRow, texts: dict[RowKey, str]) -> tuple[DroppedRow, str, str]:
+    def _example(self, row: DroppedRow, texts: dict[RowKey, str]) -> Example:
         text = texts.get((row.source, row.row))
-        shown = row.model_copy(update={"detail": _hidden(row.detail)})
+        shown = row.model_copy(update={"detail": hide_secrets(row.detail, Counter())})
         return shown, _cut(text or ""), "" if text is not None else self._rows.problem(row.source)
 
-    def _sources(self) -> dict[str, Any]:
+    def _sources(self) -> list[tuple[SourceRecord, float, float]]:
         """Return the sources with their shares of the training documents and of the supervised tokens."""
-        corpus, records = self._views.corpus, self.manifest.sources
-        of_document = corpus.index.get("source", np.zeros(0, dtype=np.int64))
-        documents = np.bincount(of_document, minlength=len(records))
-        weights = corpus.index.get("supervised", np.zeros(0))
-        supervised = np.bincount(of_document, weights=weights, minlength=len(records))
-        shares: list[tuple[SourceRecord, float, float]] = [
-            (record, float(number) / max(1, len(of_document)), float(tokens) / max(1.0, float(weights.sum())))
-            for record, number, tokens in zip(records, documents.tolist(), supervised.tolist(), strict=True)
-        ]
-        shown = sorted(shares, key=lambda entry: -entry[1]) if len(shares) > _MAX_SOURCES else shares
-        return {"shown": shown[:_MAX_SOURCES], "num_more": max(0, len(shown) - _MAX_SOURCES)}
+        index, records = self._views.corpus.index, self.manifest.sources
+        numbers = (np.bincount(index["source"], some, len(records)) for some in (None, index["supervised"]))
+        shares: list[list[float]] = [(number / max(1, number.sum())).tolist() for number in numbers]
+        entries = list(zip(records, *shares, strict=True))
+        return sorted(entries, key=lambda entry: -entry[1]) if len(entries) > _MAX_SOURCES else entries
 
     def _pairs(self) -> list[tuple[PairView, tuple[Markup, Markup] | None, str]]:
         """Return the most similar pairs with their texts, in which the differences are marked, or a remark."""
         views = self._views.pairs(_MAX_PAIRS)
-        keys = {(view.pair.kind, *_keys(view)): _keys(view) for view in views if view.documents is None}
-        texts = self._rows.read(key for pair in keys.values() for key in pair)
+        texts = self._rows.read(key for view in views if view.documents is None for key in _keys(view))
         shown: list[tuple[PairView, tuple[Markup, Markup] | None, str]] = []
         for view in views:
             first, second = _keys(view)
@@ -187,18 +176,15 @@ class CorpusPage:
             elif first in texts and second in texts:
                 shown.append((view, _differences(texts[first], texts[second]), ""))
             else:
-                missing = first if first not in texts else second
-                shown.append((view, None, self._rows.problem(missing[0])))
+                shown.append((view, None, self._rows.problem(second[0] if first in texts else first[0])))
         return shown
 
     def _safe_text(self, view: DocumentView) -> str:
         """Return the text of a document with `[kind]` instead of each secret."""
-        spans, text = self._find_secrets(view), view.text
-        if spans is None:
+        hidden = self._hidden(view)
+        if hidden is None:
             return _NOT_SHOWN
-        for start, end, kind in reversed(spans):
-            text = f"{text[:start]}[{kind}]{text[end:]}"
-        return text
+        return "".join(_replaced(view.text, hidden, 0, show=str, name="[{}]".format))
 
     def _secrets(self) -> list[tuple[RowKey, dict[str, int], str]]:
         """Return the first rows with secrets, and the text around the first secret that is in a document."""
@@ -224,10 +210,6 @@ def _meaning(name: str) -> str:
     return entries().get(name) or entries().get(name.replace("_", " "), "")
 
 
-def _hidden(text: str) -> str:
-    return hide_secrets(text, Counter())
-
-
 def _cut(text: str) -> str:
     """Return a text without its middle if it is long."""
     left = len(text) - _EXAMPLE_CHARS
@@ -235,62 +217,16 @@ def _cut(text: str) -> str:
     return text if left <= 0 else f"{text[:half]}\n[... {count(left, 'character')} not shown ...]\n{text[-half:]}"
 
 
-def _merged(spans: list[Span]) -> list[Span]:
-    """Return the spans in order, with overlapping ones joined; the first kind is kept."""
-    merged: list[Span] = []
-    for start, end, kind in sorted(spans):
-        if merged and start < merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]), merged[-1][2])
+def _replaced(
+    text: str, hidden: dict[int, str], start: int, *, show: Callable[[str], str], name: Callable[[str], str]
+) -> Iterator[str]:
+    """Yield a text that begins at `start`, with the name of each secret that begins in it instead of the secret."""
+    for is_hidden, part in groupby(range(len(text)), key=lambda at: start + at in hidden):
+        places = list(part)
+        if is_hidden:
+            yield from (name(kind) for at in places if (kind := hidden[start + at]))
         else:
-            merged.append((start, end, kind))
-    return merged
-
-
-def _mask_parts(view: DocumentView, spans: list[Span], control: frozenset[int]) -> Iterator[Markup]:
-    """Yield the HTML of a document. Supervised tokens are in `mark`, every second token in `i`, control tokens in `b`.
-
-    <mark>It<i> is</i> 4<i>.</i><b>&lt;|im_end|&gt;</b></mark>
-    """
-    first, last = _TOKENS_AT_START, len(view.tokens) - _TOKENS_AT_END
-    position, is_open = 0, False
-    waiting = list(reversed(spans))
-    for number, token in enumerate(view.tokens):
-        start, position = position, position + len(token.text)
-        if first <= number < last:
-            if number == first:
-                yield Markup("</mark>" if is_open else "") + _gap(last - first)
-                is_open = False
-            continue
-        if token.is_supervised != is_open:
-            yield Markup("<mark>" if token.is_supervised else "</mark>")
-            is_open = token.is_supervised
-        text = _token_html(token.text, start, waiting)
-        tag = "b" if token.id in control else "i" if number % 2 else ""
-        yield Markup(f"<{tag}>{text}</{tag}>") if tag and text else text
-    if is_open:
-        yield Markup("</mark>")
-
-
-def _gap(num_tokens: int) -> Markup:
-    return Markup('<small class="gap">{} not shown</small>').format(count(num_tokens, "token"))
-
-
-def _token_html(text: str, start: int, waiting: list[Span]) -> Markup:
-    """Return the text of a token that begins at `start`, with secrets replaced. Removes finished spans from the end."""
-    end, at, parts = start + len(text), start, Markup("")
-    while at < end:
-        while waiting and waiting[-1][1] <= at:
-            waiting.pop()
-        if not waiting or waiting[-1][0] >= end:
-            return parts + _text_html(text[at - start :])
-        secret_start, secret_end, kind = waiting[-1]
-        if kind and at < secret_start:
-            parts += _text_html(text[at - start : secret_start - start])
-        if kind:
-            parts += Markup("<u>{}</u>").format(kind)
-            waiting[-1] = (secret_start, secret_end, "")  # the rest of the secret is left out
-        at = min(end, secret_end)
-    return parts
+            yield show(text[places[0] : places[-1] + 1])
 
 
 def _text_html(text: str) -> Markup:

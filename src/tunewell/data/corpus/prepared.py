@@ -8,6 +8,7 @@ The result equals a corpus that was prepared from all rows at once, under these 
 - Copies that an earlier mix made count once. Pieces of long documents stay pieces.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -17,11 +18,11 @@ from typing import BinaryIO
 import numpy as np
 
 from tunewell.config.schema import SourceConfig
-from tunewell.core.arrays import Bools, Bytes, Hashes, Ints
+from tunewell.core.arrays import Bytes, Hashes
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes, sha256_text
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
-from tunewell.data.corpus.tokenized_block import TokenizedBlock
+from tunewell.data.corpus.tokenized_block import NumberedBlock, RowPipeline, TokenizedBlock
 from tunewell.data.masking.masker import Masker
 from tunewell.data.rows.cleaning import DIGEST_BYTES
 from tunewell.data.sources.base import TOKENIZED, SourceFile, is_url
@@ -32,15 +33,6 @@ _BLOCK_DOCUMENTS = 4096
 _PIECE = 0x9E3779B97F4A7C15
 """An odd number: multiplied by the start of a piece, it makes the digests of the pieces of a document distinct."""
 _NOT_APPLIED = ("format", "columns", "map", "system", "labels", "learn_from", "learn_roles")
-
-
-@dataclass
-class PreparedBlock:
-    """Some documents of a corpus: their rows, tokens, and which of them are held out."""
-
-    numbers: list[int]
-    tokens: TokenizedBlock
-    is_held_out: Bools
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class PreparedPart:
         """Return the hash of the corpus."""
         return self.corpus.manifest.corpus_sha256
 
-    def blocks(self, limit: int | None = None) -> Iterator[PreparedBlock]:
+    def blocks(self, pipeline: RowPipeline, limit: int | None) -> Iterator[NumberedBlock]:
         """Yield the documents in the order of their rows."""
         places = islice(self._places(), limit)
         answers = {
@@ -83,26 +75,24 @@ class PreparedPart:
 
     def _places(self) -> Iterator[tuple[Split, int]]:
         """Yield the split and the index of every document, sorted by row; of copies only the first."""
-        splits = (self.corpus, self.corpus.held_out)
-        found = [np.flatnonzero(split.index["source"] == self.number) for split in splits if len(split)]
-        of_split = np.repeat([number for number, split in enumerate(splits) if len(split)], [len(own) for own in found])
-        own = np.concatenate([*found, np.zeros(0, dtype=np.int64)]).astype(np.int64)
-        keys = [
-            np.concatenate([split.index[name] for split in splits if len(split)])[_offsets(splits, of_split) + own]
+        splits = [split for split in (self.corpus, self.corpus.held_out) if len(split)]
+        own = [np.flatnonzero(split.index["source"] == self.number) for split in splits]
+        row, piece = (
+            np.concatenate([split.index[name][some] for split, some in zip(splits, own, strict=True)])
             for name in ("row", "piece_start")
-        ]
-        order = np.lexsort((own, keys[1], keys[0]))
-        last: tuple[int, int] | None = None
-        for place in order.tolist():
-            key = int(keys[0][place]), int(keys[1][place])
-            if key != last:
-                yield splits[int(of_split[place])], int(own[place])
-            last = key
+        )
+        of_split, index = np.repeat(np.arange(len(splits)), [len(some) for some in own]), np.concatenate(own)
+        order = np.lexsort((index, piece, row))
+        is_copy = (np.diff(row[order]) == 0) & (np.diff(piece[order]) == 0)
+        for place in order[~np.append(False, is_copy)[: len(order)]].tolist():
+            yield splits[int(of_split[place])], int(index[place])
 
-    def _block(self, places: list[tuple[Split, int]], answers: dict[int, tuple[str, list[str]]]) -> PreparedBlock:
+    def _block(self, places: list[tuple[Split, int]], answers: dict[int, tuple[str, list[str]]]) -> NumberedBlock:
         arrays = [split.arrays(index) for split, index in places]
         rows = [int(split.index["row"][index]) for split, index in places]
-        digests = np.stack([_digests(split, index) for split, index in places])
+        digests = np.stack([split.digests[index] for split, index in places]).astype(np.uint64)
+        pieces = np.asarray([split.index["piece_start"][index] for split, index in places], dtype=np.uint64)
+        digests[:, 0] ^= pieces * np.uint64(_PIECE)
         status = np.zeros(len(places), dtype=np.uint8)
         block = TokenizedBlock(
             status=status,
@@ -112,23 +102,11 @@ class PreparedPart:
             boundary=digests[:, 4].astype(np.int64),
             tokens=np.concatenate([ids for ids, _ in arrays]).astype(np.uint32),
             supervised=np.concatenate([labels for _, labels in arrays]) != -100,
-            formats={"prepared": len(places)},
+            formats=Counter(prepared=len(places)),
             answers=[(at, *answers[row]) for at, row in enumerate(rows) if row in answers],
         )
         held_out = np.asarray([split is self.corpus.held_out for split, _ in places], dtype=bool)
-        return PreparedBlock(rows, block, held_out)
-
-
-def _offsets(splits: tuple[Split, Split], of_split: Ints) -> Ints:
-    """Return where the columns of each document's split begin in the joined columns."""
-    return np.where(of_split == 1, len(splits[0]), 0)
-
-
-def _digests(split: Split, index: int) -> Hashes:
-    """Return the stored digests of a document, distinct for each piece."""
-    found = np.array(split.digests[index], dtype=np.uint64)
-    found[0] ^= np.uint64(int(split.index["piece_start"][index]) * _PIECE % 2**64)
-    return found
+        return NumberedBlock(rows, block, held_out)
 
 
 def _as_bytes(digests: Hashes) -> Bytes:

@@ -67,7 +67,6 @@ class Split:
         self._sources = sources
         self._check = check
         self._is_in_memory = False
-        self._shards: dict[int, tuple[Ints, list[dict[str, Lists]]]] = {}
 
     def __len__(self) -> int:
         return self._record.documents if self._record else 0
@@ -86,15 +85,13 @@ class Split:
 
     def arrays(self, index: int) -> tuple[Ids, Ids]:
         """Return the ids and labels of a document as views of the mapped shard, without copying."""
+        firsts, batches = self._batches
         sequence = int(self.index["sequence"][index])
-        shard = _find_range(self._first_sequences, sequence)
-        firsts, batches = self._shard(shard)
-        sequence -= int(self._first_sequences[shard])
-        batch = _find_range(firsts, sequence)
-        offsets, ids = batches[batch]["input_ids"]
-        begin = int(offsets[sequence - firsts[batch]]) + int(self.index["start"][index])
+        number = int(np.searchsorted(firsts, sequence, side="right")) - 1
+        (offsets, ids), (_, labels) = batches[number]["input_ids"], batches[number]["labels"]
+        begin = int(offsets[sequence - firsts[number]]) + int(self.index["start"][index])
         end = begin + int(self.index["length"][index])
-        return ids[begin:end], batches[batch]["labels"][1][begin:end]
+        return ids[begin:end], labels[begin:end]
 
     @cached_property
     def index(self) -> dict[str, npt.NDArray[Any]]:
@@ -109,15 +106,12 @@ class Split:
         return self._read(_read_digests, DIGESTS)
 
     @cached_property
-    def _first_sequences(self) -> Ints:
-        return _firsts([shard.sequences for shard in self._record.shards] if self._record else [])
-
-    def _shard(self, number: int) -> tuple[Ints, list[dict[str, Lists]]]:
-        if number not in self._shards:
-            assert self._record is not None
-            batches = self._read(read_lists, self._record.shards[number].file)
-            self._shards[number] = (_firsts([len(batch["input_ids"][0]) - 1 for batch in batches]), batches)
-        return self._shards[number]
+    def _batches(self) -> tuple[Ints, list[dict[str, Lists]]]:
+        """Return the batches of all shards, and the number of the first sequence in each."""
+        shards = self._record.shards if self._record else []
+        batches = [batch for shard in shards for batch in self._read(read_lists, shard.file)]
+        sizes = np.asarray([len(batch["input_ids"][0]) - 1 for batch in batches], dtype=np.int64)
+        return np.cumsum(sizes) - sizes, batches
 
     def _read(self, read: Callable[..., T], name: str) -> T:
         self._check()
@@ -140,23 +134,17 @@ class Split:
         `labels`. Every trainer can use such rows, for example `transformers.Trainer` with `default_data_collator`.
         """
         datasets = import_optional("datasets", extra="datasets", purpose="opening a corpus as a dataset")
+        kinds, length = dict.fromkeys(COLUMNS, "int32"), -1
         if padded:
-            return self._padded(datasets)
-        if self._record is None:
-            numbers = datasets.List(datasets.Value("int32"))
-            features = datasets.Features(dict.fromkeys(COLUMNS, numbers))
-            return datasets.Dataset.from_dict({name: [] for name in COLUMNS}, features=features)
-        self._check()
-        return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
-
-    def _padded(self, datasets: Any) -> Any:
-        length = int(self.index["length"].max()) if len(self) else 0
-        numbers = {name: datasets.Value(kind) for name, kind in _PADDED_COLUMNS.items()}
-        features = datasets.Features({name: datasets.List(value, length=length) for name, value in numbers.items()})
-        if not len(self):
-            return datasets.Dataset.from_dict({name: [] for name in _PADDED_COLUMNS}, features=features)
+            kinds, length = _PADDED_COLUMNS, int(self.index["length"].max()) if len(self) else 0
+        lists = {name: datasets.List(datasets.Value(kind), length=length) for name, kind in kinds.items()}
+        features = datasets.Features(lists)
+        if self._record is None or not len(self):
+            return datasets.Dataset.from_dict({name: [] for name in kinds}, features=features)
+        if not padded:
+            self._check()
+            return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
         # `datasets` writes the rows to its cache on disk, under a hash of these arguments, and memory-maps them.
-        assert self._record is not None
         version = sha256_text(*(shard.sha256 for shard in self._record.shards))
         arguments = {"folder": str(self.folder.absolute()), "length": length, "version": version}
         return datasets.Dataset.from_generator(_padded_rows, gen_kwargs=arguments, features=features)
@@ -171,12 +159,9 @@ class Split:
     def load_in_memory(self) -> None:
         """Read all files into memory, for disks on which memory-mapping is slow, like Windows drives under WSL."""
         self._is_in_memory = True
-        self.__dict__.pop("index", None)
-        self._shards.clear()
-        if self._record is not None:
-            _ = self.index
-            for number in range(len(self._record.shards)):
-                self._shard(number)
+        for name in ("index", "_batches"):
+            self.__dict__.pop(name, None)
+            getattr(self, name)
 
 
 _PADDED_COLUMNS = {"input_ids": "int32", "attention_mask": "int8", "labels": "int32"}
@@ -278,11 +263,3 @@ def _stamp(folder: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _firsts(sizes: list[int]) -> Ints:
-    return np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, dtype=np.int64)
-
-
-def _find_range(firsts: Ints, number: int) -> int:
-    return int(np.searchsorted(firsts, number, side="right")) - 1

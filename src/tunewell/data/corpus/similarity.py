@@ -85,14 +85,6 @@ class NearPairs:
     other: Ints
     similarity: Floats
 
-    @classmethod
-    def none(cls) -> "NearPairs":
-        return cls(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
-
-    def of(self, indices: Ints) -> "NearPairs":
-        """Return the pairs with documents `indices[i]` instead of i."""
-        return NearPairs(indices[self.document], indices[self.other], self.similarity)
-
     def __len__(self) -> int:
         return len(self.document)
 
@@ -154,11 +146,8 @@ def _fill_empty_slots(signatures: Signatures) -> None:
 
 def slots_per_band(threshold: float) -> int:
     """Return the largest number of slots per band with which pairs at the threshold are found."""
-
-    def recall(slots: int) -> float:
-        return 1 - (1 - threshold**slots) ** (NUM_SLOTS // slots)
-
-    return max((slots for slots in range(1, 9) if recall(slots) >= _MIN_RECALL), default=1)
+    missed = {slots: (1 - threshold**slots) ** (NUM_SLOTS // slots) for slots in range(1, 9)}
+    return max((slots for slots, share in missed.items() if 1 - share >= _MIN_RECALL), default=1)
 
 
 class NearDuplicateSearch:
@@ -175,7 +164,7 @@ class NearDuplicateSearch:
         """Leave documents out of later searches."""
         self._is_compared[documents] = False
 
-    def find(self, num_references: int = 0) -> NearPairs:
+    def find(self, num_references: int | None = None) -> NearPairs:
         """Return every document that is similar to an earlier one, with one such document.
 
         With `num_references`, only the first `num_references` documents count as earlier.
@@ -200,17 +189,19 @@ class NearDuplicateSearch:
         found = np.flatnonzero(other >= 0)
         return NearPairs(found, other[found].astype(np.int64), similarity[found])
 
-    def _candidates(self, keys: Hashes, num_references: int, other: SmallInts) -> Iterator[tuple[SmallInts, SmallInts]]:
+    def _candidates(
+        self, keys: Hashes, num_references: int | None, other: SmallInts
+    ) -> Iterator[tuple[SmallInts, SmallInts]]:
         """Yield pairs that agree in a band: each document with the first earlier one and with the last ones."""
         all_rows, starts = self._runs(keys)
         rows = all_rows
         num_earlier = np.arange(len(rows), dtype=np.int32) - starts
-        if num_references:
+        if num_references is not None:
             # A run is sorted, so its references come first.
             num_before = np.cumsum(rows < num_references, dtype=np.int32)
             num_earlier = num_before - num_before[starts] + (rows[starts] < num_references)
         for offset in range(_MAX_OFFSET + 1):
-            is_pair = (num_earlier > offset) & (rows >= num_references)
+            is_pair = (num_earlier > offset) & (rows >= (num_references or 0))
             if not offset:
                 is_pair &= other[rows] < 0
             rows, starts, num_earlier = rows[is_pair], starts[is_pair], num_earlier[is_pair]
@@ -249,13 +240,12 @@ class NearDuplicateSearch:
 
 def jaccard(documents: TokenLists, first: Ints, second: Ints, threshold: float = 0) -> Floats:
     """Return the exact Jaccard similarity of each pair, or any number below the threshold for pairs below it."""
+    result, likely = np.zeros(len(first)), np.arange(len(first))
     if threshold:
         # Hashes of 32 bits are compared five times as fast. Two shingles rarely have the same one.
         likely = np.flatnonzero(_compare(documents, first, second, np.uint32) >= threshold - _COLLISIONS)
-        result = np.zeros(len(first))
-        result[likely] = _compare(documents, first[likely], second[likely], np.uint64)
-        return result
-    return _compare(documents, first, second, np.uint64)
+    result[likely] = _compare(documents, first[likely], second[likely], np.uint64)
+    return result
 
 
 def _compare(documents: TokenLists, first: Ints, second: Ints, dtype: Any) -> Floats:

@@ -43,8 +43,12 @@ class SourceRows:
         for name, rows in by_source.items():
             found = self._find(name)
             with suppress(UserError, OSError):
-                for row, item in _read_rows(*found, rows) if found else ():
-                    texts[name, row] = _as_text(item)
+                for block in read_blocks(*found) if found else ():
+                    items = zip(block.numbers, block.items, strict=True)
+                    texts |= {(name, row): _as_text(item) for row, item in items if row in rows}
+                    rows.difference_update(block.numbers)
+                    if not rows:
+                        break
         return texts
 
     def problem(self, name: str) -> str:
@@ -86,17 +90,6 @@ def _find_candidates(manifest: Manifest, data: Data, bases: Sequence[Path]) -> I
                 except (UserError, OSError):
                     continue
                 yield from ((file, read_options(made_with, index)) for file in files)
-
-
-def _read_rows(file: SourceFile, options: ReadOptions, rows: set[int]) -> Iterator[tuple[int, Any]]:
-    left = len(rows)
-    for block in read_blocks(file, options):
-        for number, item in zip(block.numbers, block.items, strict=True):
-            if number in rows:
-                yield number, item
-                left -= 1
-        if not left:
-            return
 
 
 def _as_text(item: Any) -> str:

@@ -1,18 +1,18 @@
 """The build spec of a corpus: its files, its row pipelines, and every setting that affects the result."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from tunewell.config.load import LoadedConfig, other_configs
 from tunewell.config.open_points import require_no_open_points
-from tunewell.config.schema import Config, Data, Packing, SourceConfig
+from tunewell.config.schema import Config, Data, Packing
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.core.units import count
+from tunewell.core.units import count, listed
 from tunewell.core.version import made_by
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.formats import Converter, FormatOptions
@@ -35,7 +35,6 @@ HELD_OUT_FILE = -1
 """Source index of the held-out file."""
 NO_SHARE = -2
 """Source index of all sources without a `share`."""
-_NUM_NAMED = 5
 _NUM_ADVISED = 2
 
 
@@ -104,7 +103,18 @@ def make_spec(
     """Find the files of a config, hash the local ones, and collect all settings, without parsing rows."""
     config, base = loaded.config, loaded.base
     jobs = _make_jobs(loaded, text, progress)
-    settings = _portable(config.model_dump(mode="json", include={"data", "template", "packing", "seed"}), base)
+    settings = config.model_dump(mode="json", include={"data", "template", "packing", "seed"})
+    paths = [(settings["data"], "held_out"), (settings["template"], "name")]
+    paths += [(source, key) for source in settings["data"]["sources"] for key in ("path", "map", "template")]
+    for section, key in paths:  # independent of the machine, so that equal rows give byte-identical output
+        section[key] = _portable_path(section[key], base)
+    name = str(config.tokenizer or config.model)
+    if Path(text.model).is_absolute() or Path(name).is_absolute():  # the folders of this machine are not named
+        name = Path(text.model).name
+    shares = {index: source.share for index, source in enumerate(config.data.sources) if source.share is not None}
+    if shares and len(shares) < len(config.data.sources):
+        shares[NO_SHARE] = 1 - sum(shares.values())
+    tokenizer = TokenizerRecord.model_validate(text.tokenizer, from_attributes=True)
     inputs = [str(PIPELINE_VERSION), stable_json(settings), str(context_limit), text.tokenizer.sha256]
     inputs += [f"{job.file.name} {job.identity} {job.pipeline.cache_key()} {job.source_index}" for job in jobs]
     return BuildSpec(
@@ -112,19 +122,11 @@ def make_spec(
         data=config.data,
         packing=config.packing,
         context_limit=context_limit,
-        shares=_shares(loaded),
+        shares=shares,
         made_by=made_by(),
         inputs_sha256=sha256_text(*inputs),
         config=settings,
-        tokenizer=TokenizerRecord(
-            source=_tokenizer_name(text, str(config.tokenizer or config.model)),
-            kind=text.tokenizer.kind,
-            sha256=text.tokenizer.sha256,
-            vocab_size=text.tokenizer.vocab_size,
-            special_tokens=text.tokenizer.special_tokens,
-            added_by_us=list(text.tokenizer.added_by_us),
-            normalizer=text.tokenizer.normalizer,
-        ),
+        tokenizer=tokenizer.model_copy(update={"source": name}),
         templates=[record.model_copy(update={"name": _portable_path(record.name, base)}) for record in text.records()],
         warnings=text.warnings,
         save_tokenizer=text.save,
@@ -133,35 +135,29 @@ def make_spec(
     )
 
 
-def _file_remarks(path: str, base: Path) -> list[str]:
-    """Return remarks about the files of a folder that are not read, and about links to files outside of it."""
+def _file_remarks(path: str, base: Path) -> Iterator[str]:
+    """Yield remarks about the files of a folder that are not read, and about links to files outside of it."""
     if is_url(path):
-        return []
+        return
     if shards := _find_tokenized(path, base):
         files, read = (Counter(file.name for file in some) for some in (find_files(path, base=base), shards))
-        others = [] if read - files else [*(files - read).elements()]  # a prepared corpus has names of its own
-        return [f"{count(len(others), 'shard')} of a validation split not read: {_listed(others)}"] if others else []
-    links = outside_links(path, base=base)
-    remarks = [
-        f"{count(len(links), 'link')} in `{path}` skipped, because the targets are outside of it: {_listed(links)}; "
-        "to read a target, list it in `data.sources`"
-    ]
-    return [*(remarks if links else []), *_unread_remarks(path, base)]
-
-
-def _unread_remarks(path: str, base: Path) -> list[str]:
-    names = unread_files(path, base=base)
-    if not names:
-        return []
-    fixes = ["to read a file, list it in `data.sources`"] if any(detect_format(name)[0] for name in names) else []
-    kinds = {suffix: name for name in reversed(names) if (suffix := PurePath(name).suffix.lower()) in UNREADABLE}
-    fixes += [f"`{name}`: {UNREADABLE[suffix]}" for suffix, name in sorted(kinds.items())[:_NUM_ADVISED]]
-    return ["; ".join([f"{count(len(names), 'file')} in `{path}` not read: {_listed(names)}", *fixes])]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(f"`{name}`" for name in names[:_NUM_NAMED]) + more
+        # A prepared corpus has names of its own.
+        if not read - files and (others := [f"`{name}`" for name in (files - read).elements()]):
+            yield f"{count(len(others), 'shard')} of a validation split not read: {listed(others)}"
+        return
+    if links := [f"`{name}`" for name in outside_links(path, base=base)]:
+        yield (
+            f"{count(len(links), 'link')} in `{path}` skipped, because the targets are outside of it: {listed(links)}; "
+            "to read a target, list it in `data.sources`"
+        )
+    if names := unread_files(path, base=base):
+        shown = listed([f"`{name}`" for name in names])
+        fixes = [f"{count(len(names), 'file')} in `{path}` not read: {shown}"]
+        if any(detect_format(name)[0] for name in names):
+            fixes.append("to read a file, list it in `data.sources`")
+        kinds = {suffix: name for name in reversed(names) if (suffix := PurePath(name).suffix.lower()) in UNREADABLE}
+        fixes += [f"`{name}`: {UNREADABLE[suffix]}" for suffix, name in sorted(kinds.items())[:_NUM_ADVISED]]
+        yield "; ".join(fixes)
 
 
 def source_options(config: Config, index: int, progress: ProgressListener = silent) -> SourceOptions:
@@ -173,29 +169,25 @@ def source_options(config: Config, index: int, progress: ProgressListener = sile
 
 def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListener) -> list[Job]:
     config, base = loaded.config, loaded.base
-    data = config.data
-    paths = [(HELD_OUT_FILE, data.held_out_file)] if data.held_out_file is not None else []
-    paths += [(index, source.path) for index, source in enumerate(data.sources)]
-    found = [
-        (index, file)
-        for index, path in paths
-        for file in _find_tokenized(path, base)
+    paths = {index: source.path for index, source in enumerate(config.data.sources)}
+    if config.data.held_out_file is not None:
+        paths = {HELD_OUT_FILE: config.data.held_out_file, **paths}
+    found = {
+        index: _find_tokenized(path, base)
         or find_files(path, base=base, options=source_options(config, index, progress))
-    ]
-    found = _with_distinct_names(found)
-    files = {index: [file for other, file in found if other == max(index, 0)] for index, _ in found}
-    pipelines = {index: _make_pipeline(loaded, text, index, files[index]) for index in files}
-    return [
-        Job(
-            file,
-            replace(pipelines[index], source=file.name),
-            stamp=file.source.stamp(),
-            identity=file.version() or file.sha256(),
-            source_index=index,
-            is_held_out=index == HELD_OUT_FILE,
-        )
-        for index, file in found
-    ]
+        for index, path in paths.items()
+    }
+    seen: Counter[str] = Counter()
+    jobs: list[Job] = []
+    for index, files in found.items():
+        pipeline = _make_pipeline(loaded, text, index, found[max(index, 0)])
+        for file in files:
+            seen[file.name] += 1
+            name = file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})"  # distinct in the ledger
+            job = Job(replace(file, name=name), replace(pipeline, source=name), file.version() or file.sha256(), index)
+            job.is_held_out, job.stamp = index == HELD_OUT_FILE, file.source.stamp()
+            jobs.append(job)
+    return jobs
 
 
 def _find_tokenized(path: str, base: Path) -> list[SourceFile] | None:
@@ -222,22 +214,21 @@ def read_options(data: Data, index: int) -> ReadOptions:
 
 
 def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: list[SourceFile]) -> RowPipeline:
-    """Return the pipeline of one source."""
+    """Return the pipeline of one source. The held-out file has that of the first source, without its limit."""
     data = loaded.config.data
-    source = data.sources[max(index, 0)]
-    if index == HELD_OUT_FILE:
-        source = source.model_copy(update={"limit": None, "share": None})
-    clean = data.clean
+    source, clean, read = data.sources[max(index, 0)], data.clean, read_options(data, index)
     masker = text.masker(source)
     if any(file.format == TOKENIZED for file in files):
         from tunewell.data.corpus.prepared import require_same_text  # not needed for rows
 
         require_same_text(files, source, text.tokenizer, masker)
-    read = read_options(data, index)
     marks_input = masker is not None and "has_input" in masker.template.source
     options = FormatOptions(labels=source.labels, marks_input=marks_input)
     if source.format == "classification" and not source.labels:
-        options = replace(options, labels=_read_labels(source, files, read))
+        from tunewell.data.rows.classification import collect_labels  # not needed for other formats
+
+        labels = collect_labels(parsed_rows(files, read), source.columns, source.path)
+        options = replace(options, labels=labels)
     settings = {
         "source": source.model_dump(
             mode="json", exclude={"path", "config", "split", "share", "limit", "map", "template"}
@@ -259,50 +250,6 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
         row_function=load_row_function(source.map, batch=source.map_batch, base=loaded.base) if source.map else None,
         settings=settings,
     )
-
-
-def _read_labels(source: SourceConfig, files: list[SourceFile], read: ReadOptions) -> tuple[str, ...]:
-    from tunewell.data.rows.classification import collect_labels  # not needed for other formats
-
-    return collect_labels(parsed_rows(files, read), source.columns, source.path)
-
-
-def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int, SourceFile]]:
-    """Number files with the same name, so that they are distinct in the ledger."""
-    seen: Counter[str] = Counter()
-    renamed: list[tuple[int, SourceFile]] = []
-    for index, file in found:
-        seen[file.name] += 1
-        name = file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})"
-        renamed.append((index, replace(file, name=name)))
-    return renamed
-
-
-def _tokenizer_name(text: TextPipeline, name: str) -> str:
-    """Return the tokenizer's name without local folder paths."""
-    return Path(text.model).name if Path(text.model).is_absolute() or Path(name).is_absolute() else name
-
-
-def _shares(loaded: LoadedConfig) -> dict[int, float]:
-    """Return the share of each source by index. `NO_SHARE` has the rest, for all sources without a share."""
-    sources = loaded.config.data.sources
-    shares = {index: source.share for index, source in enumerate(sources) if source.share is not None}
-    if shares and len(shares) < len(sources):
-        shares[NO_SHARE] = 1 - sum(shares.values())
-    return shares
-
-
-def _portable(settings: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make absolute paths independent of the machine, so that equal rows give byte-identical output."""
-    data, template = settings["data"], settings["template"]
-    sources = [
-        source | {key: _portable_path(source[key], base) for key in ("path", "map", "template")}
-        for source in data["sources"]
-    ]
-    return settings | {
-        "data": data | {"sources": sources, "held_out": _portable_path(data["held_out"], base)},
-        "template": template | {"name": _portable_path(template["name"], base)},
-    }
 
 
 def _portable_path(value: Any, base: Path) -> Any:

@@ -2,30 +2,27 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tunewell.config.glossary import entries
-from tunewell.core.files import sha256_file, sha256_text
-from tunewell.core.units import count, percent
+from tunewell.core.units import count, listed, percent
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
-from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
-from tunewell.data.corpus.spec import BuildSpec
+from tunewell.data.corpus.packing import Mix, PackedSequences, Units, padding_waste
+from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
 from tunewell.data.rows.column_names import LABELS, first_present, nearest_column
 from tunewell.data.sources.archive import open_archive
 from tunewell.data.sources.base import TOKENIZED
 from tunewell.data.sources.lines import detect_encoding
 from tunewell.records.manifest import (
-    FileRecord,
     LengthRecord,
     Manifest,
     NearDuplicateRecord,
     PackingRecord,
     SecretRecord,
-    ShardRecord,
     SplitRecord,
     TokenCounts,
 )
@@ -36,7 +33,7 @@ _NUM_NAMED = 5
 _NUM_COLUMNS = 12
 _NUM_CHARACTERS = 20
 
-WrittenSplit = tuple[Units, Packing, SplitRecord]
+WrittenSplit = tuple[Units, PackedSequences, SplitRecord]
 
 
 def make_manifest(
@@ -44,38 +41,34 @@ def make_manifest(
     assembly: Assembly,
     *,
     splits: dict[str, WrittenSplit],
-    lengths: npt.NDArray[np.integer],
-    boundary_tokens: int,
     context: Chosen[int],
     mix: Mix | None,
-    files: dict[str, FileRecord],
-    near_duplicates: NearDuplicateRecord | None = None,
+    near_duplicates: NearDuplicateRecord | None,
 ) -> Manifest:
-    """Return the manifest; raise RuntimeError if a row or a token is not accounted for."""
+    """Return the manifest without the other files; raise RuntimeError if a row or a token is not accounted for."""
     units, packing, train = splits["train"]
-    sources = assembly.sources
-    rows = sum(source.rows for source in sources)
-    documents = sum(source.documents for source in sources)
-    held_out = sum(source.held_out for source in sources)
+    sources, ledger = assembly.sources, Counter[str]()
+    for source in sources:
+        ledger.update(rows=source.rows, documents=source.documents, held_out=source.held_out)
     pieces = sum(written.num_pieces for written, _, _ in splits.values())
     in_splits = sum(record.documents for _, _, record in splits.values())
-    is_complete = documents + held_out + pieces + units.num_repeats == in_splits
+    is_complete = ledger["documents"] + ledger["held_out"] + pieces + units.num_repeats == in_splits
     if not is_complete or not all(source.is_balanced() for source in sources):
         raise RuntimeError("the ledger is not balanced: rows in and rows out differ")
+    documents = assembly.documents
+    boundary = np.where(documents.is_trained, documents.boundary, 0) * (mix.copies if mix else 1)
     return Manifest(
         made_by=spec.made_by,
         inputs_sha256=spec.inputs_sha256,
-        corpus_sha256=sha256_text(
-            *(f"{name}:{files[name].sha256}" for name in sorted(files) if name.endswith(".arrow"))
-        ),
-        rows_read=rows,
-        rows_in=rows,
-        documents=documents,
-        held_out=held_out,
+        corpus_sha256="",
+        rows_read=ledger["rows"],
+        rows_in=ledger["rows"],
+        documents=ledger["documents"],
+        held_out=ledger["held_out"],
         questions=assembly.num_questions,
         pieces=pieces,
         repeats=units.num_repeats,
-        dropped=dict(sorted(total_dropped(assembly).items())),
+        dropped=dict(sorted(assembly.dropped.items())),
         notes=dict(sorted(assembly.notes.items())),
         near_duplicates=near_duplicates,
         secrets=SecretRecord(
@@ -83,7 +76,7 @@ def make_manifest(
             rows=assembly.num_secret_rows,
             kinds=dict(sorted(assembly.secrets.items())),
         ),
-        boundary_tokens=boundary_tokens,
+        boundary_tokens=int(boundary.sum(dtype=np.int64)),
         unknown_characters=dict(assembly.unknown_characters.most_common(_NUM_CHARACTERS)),
         encoding_version=PIPELINE_VERSION,
         tokens=TokenCounts(
@@ -99,11 +92,15 @@ def make_manifest(
             efficiency=packing.efficiency,
             documents_per_sequence=len(units) / packing.num_sequences,
         ),
-        lengths=_lengths(lengths, context.value),
+        lengths=_lengths(documents.lengths[documents.is_trained], context.value),
         sources=[source.record() for source in sources],
         remarks=[
             *spec.remarks,
-            *_encoding_remarks(spec, sources),
+            *(
+                f"`{job.file.name}`: read as cp1252 (Windows, Excel); save it as UTF-8 if letters look wrong"
+                for job, source in zip(spec.jobs, sources, strict=True)
+                if source.rows and _is_guessed_as_cp1252(job)
+            ),
             *(remark for source in sources for remark in _drop_remarks(source)),
             *_text_remarks(spec, sources),
             *(remark for source in sources for remark in _column_remarks(source)),
@@ -114,20 +111,14 @@ def make_manifest(
         warnings=spec.warnings,
         config=spec.config,
         splits={name: record for name, (_, _, record) in splits.items()},
-        files=files,
+        files={},
     )
 
 
-def _encoding_remarks(spec: BuildSpec, sources: list[SourceLedger]) -> Iterator[str]:
-    """Yield a sentence about each file whose encoding is a guess."""
-    for job, source in zip(spec.jobs, sources, strict=True):
-        if not source.rows:
-            continue
-        file = open_archive(job.file) if job.file.format == "zip" else job.file
-        if file.format == TOKENIZED or job.pipeline.read.encoding != "auto":
-            continue
-        if detect_encoding(file, "auto") == "cp1252":
-            yield f"`{job.file.name}`: read as cp1252 (Windows, Excel); save it as UTF-8 if letters look wrong"
+def _is_guessed_as_cp1252(job: Job) -> bool:
+    file = open_archive(job.file) if job.file.format == "zip" else job.file
+    is_guessed = file.format != TOKENIZED and job.pipeline.read.encoding == "auto"
+    return is_guessed and detect_encoding(file, "auto") == "cp1252"
 
 
 _DROP_FIXES = {
@@ -201,10 +192,9 @@ def _text_remarks(spec: BuildSpec, sources: list[SourceLedger]) -> Iterator[str]
             if job.file.format in ("txt", "md") and job.pipeline.read.text_rows == split and "text" in source.formats
         ]
         if texts:
-            shown = ", ".join(f"`{source.name}` ({count(source.rows, 'row')})" for source in texts[:_NUM_NAMED])
-            more = f" and {count(len(texts) - _NUM_NAMED, 'more file')}" if len(texts) > _NUM_NAMED else ""
+            shown = listed([f"`{source.name}` ({count(source.rows, 'row')})" for source in texts], noun="file")
             others = " or ".join(f"`text_rows: {other}`" for other in _SPLITS if other != split)
-            yield f"text files are {how}: {shown}{more}; to change this, set {others} on the source"
+            yield f"text files are {how}: {shown}; to change this, set {others} on the source"
 
 
 def _column_remarks(source: SourceLedger) -> Iterator[str]:
@@ -221,30 +211,17 @@ def _column_remarks(source: SourceLedger) -> Iterator[str]:
         if name != label
     ]
     if columns:
-        more = f" and {count(len(columns) - _NUM_COLUMNS)} more" if len(columns) > _NUM_COLUMNS else ""
-        yield f"`{source.name}`: unused columns: {', '.join(columns[:_NUM_COLUMNS])}{more}"
-
-
-def total_dropped(assembly: Assembly) -> Counter[str]:
-    """Return the number of dropped rows of all sources by reason."""
-    return sum((source.dropped for source in assembly.sources), Counter[str]())
-
-
-def describe_file(path: Path, shard: ShardRecord | None = None) -> FileRecord:
-    """Return the size and the hash of a file; for a shard, both are already known."""
-    if shard is not None:
-        return FileRecord(bytes=shard.bytes, sha256=shard.sha256)
-    return FileRecord(bytes=path.stat().st_size, sha256=sha256_file(path))
+        yield f"`{source.name}`: unused columns: {listed(columns, _NUM_COLUMNS)}"
 
 
 def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRecord:
     shortest, longest = int(lengths.min()), int(lengths.max())
-    width = _round_width((longest - shortest) / _NUM_BARS)
-    edges = np.arange(shortest // width * width, longest + width, width)
-    if edges[-1] <= longest:
-        edges = np.append(edges, edges[-1] + width)
+    # The width of a bar is 1, 2 or 5 times a power of ten.
+    widths = (step * 10**power for power in range(12) for step in (1, 2, 5))
+    width = next(each for each in widths if each >= (longest - shortest) / _NUM_BARS)
+    edges: list[int] = list(range(shortest // width * width, (longest // width + 2) * width, width))
     counts, _ = np.histogram(lengths, bins=edges)
-    bars = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
+    bars = zip(edges[:-1], edges[1:], counts.tolist(), strict=True)
     return LengthRecord(
         mean=round(float(lengths.mean()), 2),
         median=float(np.median(lengths)),
@@ -256,79 +233,14 @@ def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRec
     )
 
 
-def _round_width(width: float) -> int:
-    """Round the width of histogram bars up to 1, 2 or 5 times a power of ten."""
-    steps = (step * 10**power for power in range(12) for step in (1, 2, 5))
-    return next(step for step in steps if step >= width)
-
-
-_USE = """
-## Use
-
-```python
-import tunewell
-
-corpus = tunewell.open_corpus("corpus")  # documents; labels are -100 for tokens that are not supervised
-dataset = corpus.as_dataset()            # packed sequences, a datasets.Dataset; also corpus.held_out.as_dataset()
-```
-
-Without tunewell: `datasets.load_from_disk("corpus")["train"]`. To train on these sequences
-with TRL, use the settings below. TRL's defaults would truncate sequences after 1,024 tokens and let documents attend to
-each other:
-
-```python
-import torch
-from transformers import AutoTokenizer
-from trl import SFTConfig, SFTTrainer
-
-config = SFTConfig(
-    padding_free=True,  # keeps documents separate: positions restart at each document
-    max_length=None,    # no truncation
-    packing=False,      # the sequences are already packed
-    dataset_kwargs={"skip_prepare_dataset": True},
-    bf16=torch.cuda.is_available(),
-)
-tokenizer = AutoTokenizer.from_pretrained("corpus/tokenizer")
-trainer = SFTTrainer(model, args=config, train_dataset=dataset, processing_class=tokenizer)
-```
-"""
-
-
 def data_card(manifest: Manifest) -> str:
     """Return the data card as Markdown; equal manifests give equal cards."""
-    packing, tokens, lengths = manifest.packing, manifest.tokens, manifest.lengths
-    template = ", ".join(dict.fromkeys(record.name for record in manifest.templates)) or "none"
-    extra = {
-        "additional pieces of split documents": manifest.pieces,
-        "additional copies that give each source its share": manifest.repeats,
-    }
-    lines = [
-        "# A corpus for fine-tuning",
-        "",
-        f"Written by {manifest.made_by}. Tokenizer: `{manifest.tokenizer.source}`. Chat template: {template}.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| training documents | {count(manifest.documents)} |",
-        f"| held-out documents | {count(manifest.held_out)} |",
-        f"| sequences | {count(packing.sequences)} of {count(packing.context_length)} tokens, "
-        f"{percent(packing.efficiency)} full |",
-        f"| supervised tokens | {count(tokens.supervised)} of {count(tokens.supervised + tokens.context)} |",
-        f"| document length | mean {lengths.mean:.0f}, median {lengths.median:.0f}, p95 {lengths.p95:.0f}, "
-        f"p99 {lengths.p99:.0f}, longest {count(lengths.max)} |",
-        *(f"| {label} | {count(number)} |" for label, number in extra.items() if number),
-        "",
-        "## Ledger",
-        "",
-        "Every row is a document, held out, or dropped for one reason. `dropped.jsonl` lists each dropped row.",
-        "",
-        "| source | rows | documents | held out | dropped |",
-        "|---|---:|---:|---:|---|",
-    ]
-    for source in manifest.sources:
-        dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(source.dropped.items())) or "0"
-        numbers = (count(number) for number in (source.rows, source.documents, source.held_out))
-        lines.append(f"| `{source.name}` | {' | '.join(numbers)} | {dropped} |")
-    terms = {note.replace("_", " "): number for note, number in manifest.notes.items()}
-    lines += ["", *(f"- {count(number)} {term}. {entries().get(term, '')}" for term, number in terms.items())]
-    return "\n".join(lines) + "\n" + _USE
+    environment = Environment(
+        loader=PackageLoader("tunewell.data.corpus", "page"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters.update(count=count, percent=percent)  # pyright: ignore[reportUnknownMemberType]
+    return environment.get_template("card.md.jinja").render(manifest=manifest, glossary=entries())

@@ -4,15 +4,16 @@ The result is cached on disk. The file name is a hash of the rows and of every s
 Therefore a second `prepare` tokenises only new rows, and an interrupted `prepare` continues where it stopped.
 """
 
-import hashlib
 import io
 import json
 import re
 import zipfile
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, sha256_text, write_atomic
 from tunewell.core.text import shorten
 from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
-from tunewell.data.masking.masker import Masker, Plan
+from tunewell.data.masking.masker import Masker, MaskPlan
 from tunewell.data.rows.cleaning import DIGEST_BYTES, Digests, clean, find_possible_secrets, find_secrets
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.rows.formats import Converter
@@ -42,8 +43,23 @@ _MAY_BE_RENDERED = re.compile(r"\s*(?:[<\[\]#]|below is an |a chat between |(?:u
 _BAD_ROW_REASONS = {"unparsable", "not_a_conversation", "too_large", "mask_uncertain", "has_media"}
 
 
-@dataclass
-class TokenizedBlock:
+@dataclass(kw_only=True)
+class RowFacts:
+    """What is known about the rows of a block, apart from their tokens."""
+
+    formats: Counter[str] = field(default_factory=Counter[str])
+    notes: Counter[str] = field(default_factory=Counter[str])
+    """Counts for the report that do not concern dropped rows, e.g. replies that the template leaves out."""
+    unused: Counter[str] = field(default_factory=Counter[str])
+    """Number of documents by column that is not used."""
+    secrets: list[tuple[int, dict[str, int]]] = field(default_factory=list[tuple[int, dict[str, int]]])
+    """The index of each row with secrets, and their number by kind."""
+    answers: list[tuple[int, str, list[str]]] = field(default_factory=list[tuple[int, str, list[str]]])
+    """The index of each document's row with accepted answers, their column, and the answers."""
+
+
+@dataclass(kw_only=True)
+class TokenizedBlock(RowFacts):
     """The result for each row of a block.
 
     status   0 0 2 0 1        0: a document; n: dropped for `reasons[n - 1]`
@@ -66,17 +82,8 @@ class TokenizedBlock:
     reasons: list[str] = field(default_factory=list[str])
     details: list[str] = field(default_factory=list[str])
     """One entry per dropped row, in order."""
-    formats: dict[str, int] = field(default_factory=dict[str, int])
-    notes: dict[str, int] = field(default_factory=dict[str, int])
-    """Counts for the report that do not concern dropped rows, e.g. replies that the template leaves out."""
-    unused: dict[str, int] = field(default_factory=dict[str, int])
-    """Number of documents by column that is not used."""
     unknown_characters: dict[str, int] = field(default_factory=dict[str, int])
     """Characters that the vocabulary lacks, counted in the first rows that contain some."""
-    secrets: list[tuple[int, dict[str, int]]] = field(default_factory=list[tuple[int, dict[str, int]]])
-    """The index of each row with secrets, and their number by kind."""
-    answers: list[tuple[int, str, list[str]]] = field(default_factory=list[tuple[int, str, list[str]]])
-    """The index of each document's row with accepted answers, their column, and the answers."""
 
     def __post_init__(self) -> None:
         num_documents = int((self.status == 0).sum())
@@ -87,12 +94,32 @@ class TokenizedBlock:
             raise ValueError("a tokenized block has more or fewer tokens than its documents")
 
 
+@dataclass
+class NumberedBlock:
+    """A tokenized block with the numbers of its rows."""
+
+    numbers: Sequence[int]
+    tokens: TokenizedBlock
+    is_held_out: Bools | None = None
+    """The documents that a prepared corpus holds out."""
+    num_bytes: int = 0
+    cache_name: str = ""
+    """The name of its file in the cache; empty for documents that were not tokenised here."""
+
+
+class TokenizedSource(Protocol):
+    """A source that has tokens: a part of a prepared corpus, or a packed shard."""
+
+    def blocks(self, pipeline: "RowPipeline", limit: int | None) -> Iterator[NumberedBlock]:
+        """Yield at most `limit` documents."""
+        ...
+
+
 def save_tokenized(path: Path, block: TokenizedBlock) -> None:
     """Write a block atomically."""
-    names = ("reasons", "details", "formats", "notes", "unused", "unknown_characters", "secrets", "answers")
-    meta = {name: getattr(block, name) for name in names}
-    arrays = {name: getattr(block, name) for name in _ARRAYS}
-    arrays["learned"] = np.packbits(block.supervised)
+    meta = vars(block).copy()
+    arrays = {name: meta.pop(name) for name in _ARRAYS}
+    arrays["learned"] = np.packbits(meta.pop("supervised"))
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode("utf-8", "surrogatepass"), dtype=np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
@@ -125,19 +152,16 @@ class RowPipeline:
     masker: Masker | None
     encoder: Encoder
     row_function: RowFunction | None = None
-    parser: "RenderedTextParser | None" = None
-    """Created for the first row of plain text."""
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """The config values from which the objects were created, for the cache key."""
 
-    def rendered_text_parser(self) -> "RenderedTextParser":
-        """Return the parser of rendered text; create it on first use."""
-        if self.parser is None:
-            from tunewell.data.masking.rendered import RenderedTextParser  # not needed for other rows
+    @cached_property
+    def parser(self) -> "RenderedTextParser":
+        """The parser of rendered text."""
+        from tunewell.data.masking.rendered import RenderedTextParser  # not needed for other rows
 
-            template = self.masker.template if self.masker else None
-            self.parser = RenderedTextParser(template, self.encoder.tokenizer.special_tokens)
-        return self.parser
+        template = self.masker.template if self.masker else None
+        return RenderedTextParser(template, self.encoder.tokenizer.special_tokens)
 
     def cache_key(self) -> str:
         """Return a hash of everything that affects the tokens, except the rows."""
@@ -147,31 +171,14 @@ class RowPipeline:
         return sha256_text(str(PIPELINE_VERSION), settings, template, self.encoder.tokenizer.sha256, function)
 
 
-def cache_file_name(block: Block, key: str) -> str:
-    """Return the cache file name of a block. Equal rows with equal settings have equal names."""
-    return hashlib.sha256(f"{block.digest}:{key}".encode()).hexdigest()[:40] + ".npz"
-
-
 @dataclass
-class RenderedBlock:
+class RenderedBlock(RowFacts):
     """A block after all Python work: conversations rendered by the template, ready for the tokenizer."""
 
-    status: list[int] = field(default_factory=list[int])
+    failures: list[tuple[str, str] | None] = field(default_factory=list[tuple[str, str] | None])
+    """For each row, None or the reason for which it is dropped, with details."""
     layouts: list[PlannedDocument] = field(default_factory=list[PlannedDocument])
     digests: list[Digests] = field(default_factory=list[Digests])
-    reasons: list[str] = field(default_factory=list[str])
-    details: list[str] = field(default_factory=list[str])
-    formats: Counter[str] = field(default_factory=Counter[str])
-    notes: Counter[str] = field(default_factory=Counter[str])
-    unused: Counter[str] = field(default_factory=Counter[str])
-    secrets: list[tuple[int, dict[str, int]]] = field(default_factory=list[tuple[int, dict[str, int]]])
-    answers: list[tuple[int, str, list[str]]] = field(default_factory=list[tuple[int, str, list[str]]])
-
-    def reason_code(self, reason: str) -> int:
-        """Return the status code of a drop reason; add the reason on first use."""
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-        return self.reasons.index(reason) + 1
 
 
 def render_block(block: Block, pipeline: RowPipeline) -> RenderedBlock:
@@ -184,16 +191,21 @@ def render_block(block: Block, pipeline: RowPipeline) -> RenderedBlock:
         for item, value in zip(block.items, values, strict=True)
     ]
     for number, value, may_have_secret in zip(block.numbers, values, find_possible_secrets(texts), strict=True):
+        failure = None
         try:
             if isinstance(value, Rejected):
                 raise value
             _render_row(value, pipeline, rendered, may_have_secret=may_have_secret)
         except Rejected as rejected:
-            _raise_if_configured(rejected, pipeline, number)
-            rendered.status.append(rendered.reason_code(rejected.reason))
-            rendered.details.append(shorten(rejected.detail, _DETAIL_CHARS))
-        else:
-            rendered.status.append(0)
+            failure = rejected.reason, shorten(rejected.detail, _DETAIL_CHARS)
+            key = "bad_rows" if rejected.reason in _BAD_ROW_REASONS else rejected.reason
+            if key in ("bad_rows", "bad_text") and getattr(pipeline.clean, key) == "error":
+                raise UserError(
+                    ": ".join(filter(None, failure)),
+                    where=f"{pipeline.source} row {number}",
+                    fix=f"correct the row, or set `data.clean.{key}: drop` to drop and count such rows",
+                ) from None
+        rendered.failures.append(failure)
     return rendered
 
 
@@ -213,18 +225,6 @@ def _parse_and_map(block: Block, pipeline: RowPipeline) -> list[Any]:
     return values
 
 
-def _raise_if_configured(rejected: Rejected, pipeline: RowPipeline, number: int) -> None:
-    is_bad_row = rejected.reason in _BAD_ROW_REASONS and pipeline.clean.bad_rows == "error"
-    is_bad_text = rejected.reason == "bad_text" and pipeline.clean.bad_text == "error"
-    if is_bad_row or is_bad_text:
-        key = "data.clean.bad_text" if is_bad_text else "data.clean.bad_rows"
-        raise UserError(
-            f"{rejected.reason}: {shorten(rejected.detail, _DETAIL_CHARS)}".rstrip(": "),
-            where=f"{pipeline.source} row {number}",
-            fix=f"correct the row, or set `{key}: drop` to drop and count such rows",
-        )
-
-
 def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, may_have_secret: bool) -> None:
     conversation, format_name = pipeline.converter.convert(value)
     if conversation.text is not None:
@@ -232,7 +232,7 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
     elif format_name in _PAIR_FORMATS and _MAY_BE_RENDERED.match(conversation.messages[-2:][0]["content"]):
         format_name = _parse_rendered_prompt(conversation, format_name, pipeline)
     if may_have_secret and (secrets := find_secrets(conversation, pipeline.clean)):
-        rendered.secrets.append((len(rendered.status), dict(secrets)))
+        rendered.secrets.append((len(rendered.failures), dict(secrets)))
         if pipeline.clean.secrets == "drop":
             raise Rejected("has_secret", ", ".join(secrets))
     if pipeline.masker and any(len(message) > 2 or "<tool" in message["content"] for message in conversation.messages):
@@ -266,12 +266,10 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
     if lost and len(data.translate(None, lost)) != len(data):
         rendered.notes["characters_not_written"] += 1
     rendered.formats[format_name] += 1
-    if conversation.unused:
-        rendered.unused.update(conversation.unused)
+    rendered.unused.update(conversation.unused)
     if conversation.answers:
-        rendered.answers.append((len(rendered.status), conversation.answers_column, list(conversation.answers)))
-    if conversation.notes:
-        rendered.notes.update(conversation.notes)
+        rendered.answers.append((len(rendered.failures), conversation.answers_column, list(conversation.answers)))
+    rendered.notes.update(conversation.notes)
     rendered.layouts.append(layout)
     rendered.digests.append(digests)
 
@@ -279,9 +277,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
 def _parse_rendered(conversation: Conversation, format_name: str, pipeline: RowPipeline) -> tuple[Conversation, str]:
     """Return the conversation of a text that a chat template has rendered, or the plain text."""
     assert conversation.text is not None
-    found = None
-    if not pipeline.converter.keeps_text:
-        found = pipeline.rendered_text_parser().parse(conversation.text, pipeline.source)
+    keeps_text = pipeline.converter.keeps_text
+    found = None if keeps_text else pipeline.parser.parse(conversation.text, pipeline.source)
     if found is None:
         rule = pipeline.masker.rule.learn_from if pipeline.masker else "responses"
         if rule == "last_response" or pipeline.settings.get("source", {}).get("learn_from") == "responses":
@@ -300,8 +297,9 @@ def _parse_rendered_prompt(conversation: Conversation, format_name: str, pipelin
     if roles[-2:] != ["user", "assistant"] or roles[:-2] not in ([], ["system"]) or pipeline.converter.keeps_text:
         return format_name
     *system, asked, replied = conversation.messages
-    parser = pipeline.rendered_text_parser()
-    found = parser.parse_prompt(asked["content"], replied["content"], pipeline.source, format_name)
+    found = pipeline.parser.parse(
+        asked["content"], pipeline.source, completion=replied["content"], format_name=format_name
+    )
     if found is None:
         return format_name
     messages = found[0].messages
@@ -330,7 +328,7 @@ def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedB
     rendered.notes["tool_calls_not_rendered"] += 1
 
 
-def _lacks_thinking(conversation: Conversation, plan: Plan, texts: list[str]) -> bool:
+def _lacks_thinking(conversation: Conversation, plan: MaskPlan, texts: list[str]) -> bool:
     """Return True if the template leaves out the thinking of a reply. Rows may have the same thinking in two fields."""
     unrendered = {texts[slot] for slot in plan.unrendered_slots}
     contents = {message["content"] for message in conversation.messages}
@@ -339,14 +337,13 @@ def _lacks_thinking(conversation: Conversation, plan: Plan, texts: list[str]) ->
 
 def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> TokenizedBlock:
     """Combine the status of the rows with their tokens; drop documents without a supervised token."""
-    starts = np.cumsum(encoded.lengths) - encoded.lengths
-    num_supervised = np.zeros(len(starts), dtype=np.int64)
-    has_tokens = encoded.lengths > 0
-    if has_tokens.any():
-        num_supervised[has_tokens] = np.add.reduceat(encoded.supervised.astype(np.int64), starts[has_tokens])
-    keep = num_supervised > 0
-    if not keep.all():
-        _drop_unsupervised(rendered, encoded, keep)
+    keep = encoded.num_supervised > 0
+    rows = [row for row, failure in enumerate(rendered.failures) if failure is None]
+    for document in np.flatnonzero(~keep).tolist():
+        failure = encoded.failed.get(document, Rejected("nothing_to_learn", "no token is supervised"))
+        rendered.failures[rows[document]] = failure.reason, failure.detail
+    dropped = [failure for failure in rendered.failures if failure is not None]
+    reasons = list(dict.fromkeys(reason for reason, _ in dropped))
     keep_token = np.repeat(keep, encoded.lengths)
     is_unknown = encoded.is_unknown & keep_token
     counts = {
@@ -358,7 +355,8 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
     rendered.notes.update({note: int(counted.sum()) for note, counted in counts.items() if counted.any()})
     digests = [digest for digest, is_kept in zip(rendered.digests, keep.tolist(), strict=True) if is_kept]
     return TokenizedBlock(
-        status=np.asarray(rendered.status, dtype=np.uint8),
+        **{each.name: getattr(rendered, each.name) for each in fields(RowFacts)},
+        status=np.asarray([reasons.index(row[0]) + 1 if row else 0 for row in rendered.failures], dtype=np.uint8),
         whole=_stack_digests([digest.whole for digest in digests]),
         question=_stack_digests([digest.question for digest in digests]),
         lengths=encoded.lengths[keep],
@@ -367,31 +365,10 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
         supervised=encoded.supervised[keep_token],
         turns=_stack_digests([turn for digest in digests for turn in digest.turns]),
         turn_of=np.repeat(np.arange(len(digests)), [len(digest.turns) for digest in digests]),
-        reasons=rendered.reasons,
-        details=rendered.details,
-        formats=dict(rendered.formats),
-        notes=dict(rendered.notes),
-        unused=dict(rendered.unused),
-        unknown_characters=dict(encoded.unknown_characters),
-        secrets=rendered.secrets,
-        answers=rendered.answers,
+        reasons=reasons,
+        details=[detail for _, detail in dropped],
+        unknown_characters=encoded.unknown_characters,
     )
-
-
-def _drop_unsupervised(rendered: RenderedBlock, encoded: EncodedDocuments, keep: Bools) -> None:
-    details: list[str] = []
-    known = iter(rendered.details)
-    document = 0
-    for index, code in enumerate(rendered.status):
-        if code:
-            details.append(next(known))
-            continue
-        if not keep[document]:
-            failure = encoded.failed.get(document, Rejected("nothing_to_learn", "no token is supervised"))
-            rendered.status[index] = rendered.reason_code(failure.reason)
-            details.append(failure.detail)
-        document += 1
-    rendered.details = details
 
 
 def _stack_digests(digests: list[bytes]) -> Bytes:

@@ -8,7 +8,7 @@ import numpy as np
 from tunewell.data.batches import spread_evenly
 from tunewell.data.corpus.reader import Corpus, Document, Split
 from tunewell.data.tokenizers.load import LoadedTokenizer, joined_texts, load_tokenizer, token_texts
-from tunewell.records.manifest import NearPair
+from tunewell.records.manifest import DroppedRow, NearPair
 
 _MAX_NAMED_SOURCES = 40
 _NUM_EXTREMES = 2
@@ -114,6 +114,18 @@ class CorpusViews:
             first, second = self.find(pair.source, pair.row), self.find(pair.similar_source, pair.similar_row)
             views.append(PairView(pair, (first, second) if first and second else None))
         return views
+
+    def dropped(self, num_rows: int) -> dict[str, list[DroppedRow]]:
+        """Return the reasons for dropped rows, the most frequent first, with the first rows of each."""
+        counts = self.corpus.manifest.dropped
+        found = {reason: list[DroppedRow]() for reason in sorted(counts, key=lambda reason: (-counts[reason], reason))}
+        left = sum(min(number, num_rows) for number in counts.values())
+        rows = self.corpus.dropped_rows()
+        while left and (row := next(rows, None)) is not None:
+            if len(found[row.reason]) < num_rows:
+                found[row.reason].append(row)
+                left -= 1
+        return found
 
     def sample(self, num_documents: int, *, is_held_out: bool = False) -> list[int]:
         """Return documents in the order of their rows: evenly spaced ones, the shortest, the longest, each source."""

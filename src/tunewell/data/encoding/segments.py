@@ -1,6 +1,6 @@
 """The segments of a document (fixed token ids or text to encode), and the computation of its loss mask with numpy."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tunewell.core.arrays import Bools, Ints
-from tunewell.data.masking.masker import Piece, Plan
+from tunewell.data.masking.masker import MaskPlan, Piece
 from tunewell.data.masking.placeholders import NO_TRIM, Trim
 from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer
 
-_ALL = 1 << 40
+_ALL, _FIXED = 1 << 40, -1
 # White space as the `tokenizers` library defines it; Python's definition has four more control characters.
 _WHITE_SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
@@ -26,6 +26,16 @@ class Position(NamedTuple):
     is_last: bool
     is_continued: bool = False
     """Whether the text continues a header, without a marker between them. It then gets no dummy space."""
+
+    @property
+    def of_prompt(self) -> "Position":
+        """The position of the header of a text, as a prompt ends with it."""
+        return self._replace(is_last=True)
+
+    @property
+    def of_reply(self) -> "Position":
+        """The position of the reply in a text."""
+        return Position(False, self.is_last, is_continued=True)
 
 
 @dataclass(slots=True)
@@ -66,19 +76,12 @@ class TextSegment:
             start = end
         text = "".join(parts)
         if self.strip_left or self.strip_right:
-            text, spans, cuts = self._stripped(text, spans, cuts)
-        return text, spans, [cut for cut in cuts if 0 < cut < len(text)] if cuts else cuts
-
-    def _stripped(self, text: str, spans: list[Span], cuts: list[int]) -> tuple[str, list[Span], list[int]]:
-        if self.strip_left:
-            bare = text.lstrip(_WHITE_SPACE)
+            bare = text.lstrip(_WHITE_SPACE) if self.strip_left else text
             lost = len(text) - len(bare)
-            text, spans = bare, [(max(0, a - lost), max(0, b - lost)) for a, b in spans]
-            cuts = [cut - lost for cut in cuts]
-        if self.strip_right:
-            text = text.rstrip(_WHITE_SPACE)
-            spans = [(a, min(b, len(text))) for a, b in spans]
-        return text, [(a, b) for a, b in spans if b > a], cuts
+            text = bare.rstrip(_WHITE_SPACE) if self.strip_right else bare
+            moved = [(max(0, a - lost), min(b - lost, len(text))) for a, b in spans]
+            spans, cuts = [(a, b) for a, b in moved if b > a], [cut - lost for cut in cuts]
+        return text, spans, [cut for cut in cuts if 0 < cut < len(text)] if cuts else cuts
 
 
 @dataclass(slots=True)
@@ -90,21 +93,34 @@ class TextToEncode:
     text: str
     spans: list[Span]
     cuts: list[int]
+    position: Position
 
-    def part(self, start: int, end: int, cuts: list[int]) -> "TextToEncode":
+    def part(self, start: int, end: int, cuts: list[int], position: Position) -> "TextToEncode":
         """Return a part of this text with its supervised spans."""
         spans = [(max(a, start) - start, min(b, end) - start) for a, b in self.spans if a < end and start < b]
-        return TextToEncode(self.index, self.text[start:end], spans, cuts)
+        return TextToEncode(self.index, self.text[start:end], spans, cuts, position)
 
 
 class EncodingPlan:
-    """The segments that documents of one shape share: fixed ids and text segments with slots."""
+    """The segments that documents of one shape share: fixed ids, joined if equally supervised, and text with slots."""
 
-    def __init__(self, items: Sequence[FixedTokens | TextSegment], num_supervised_markers: int) -> None:
-        self.ids = [item.ids if isinstance(item, FixedTokens) else [] for item in items]
-        self.edges = [(0, _ALL if isinstance(item, FixedTokens) and item.is_supervised else 0, -1) for item in items]
-        self.text_segments = [(index, item) for index, item in enumerate(items) if isinstance(item, TextSegment)]
+    def __init__(self, items: Iterable[FixedTokens | TextSegment], num_supervised_markers: int) -> None:
+        self.ids: list[list[int]] = []
+        self.edges: list[tuple[int, int, int]] = []
+        self.text_segments: list[tuple[int, TextSegment]] = []
         self.num_supervised_markers = num_supervised_markers
+        for item in items:
+            if isinstance(item, TextSegment):
+                self.text_segments.append((len(self.ids), item))
+                self.ids.append([])
+                self.edges.append((0, 0, 0))
+                continue
+            edges = (0, _ALL if item.is_supervised else 0, _FIXED)
+            if self.edges[-1:] == [edges]:
+                self.ids[-1] = [*self.ids[-1], *item.ids]
+            else:
+                self.ids.append(item.ids)
+                self.edges.append(edges)
 
 
 class SegmentBatch:
@@ -114,12 +130,10 @@ class SegmentBatch:
         self.ids: list[list[int]] = []
         self.edges: list[tuple[int, int, int]] = []
         """For each segment: start and end of its supervised bytes, and its size in bytes (-1 for fixed ids)."""
-        self.texts: dict[Position, list[TextToEncode]] = {}
+        self.texts: dict[int, TextToEncode] = {}
+        """The texts by the index of their segment."""
         self.ends: list[int] = []
         self.num_supervised_markers: list[int] = []
-        self.has_markers: list[bool] = []
-        self.split: set[int] = set()
-        """Segments with other ids than those of their whole text, because a reply starts in the middle of a token."""
 
     def add(self, plan: EncodingPlan, texts: Sequence[str]) -> None:
         """Add a document with these message texts."""
@@ -130,7 +144,7 @@ class SegmentBatch:
             text, spans, cuts = segment.fill(texts)
             if text:
                 self.edges[begin + offset] = _byte_span(text, spans)
-                self.texts.setdefault(segment.position, []).append(TextToEncode(begin + offset, text, spans, cuts))
+                self.texts[begin + offset] = TextToEncode(begin + offset, text, spans, cuts, segment.position)
         self.ends.append(len(self.ids))
         self.num_supervised_markers.append(plan.num_supervised_markers)
 
@@ -140,11 +154,8 @@ def _byte_span(text: str, spans: list[Span]) -> tuple[int, int, int]:
     a, b = spans[0] if spans else (0, 0)
     if text.isascii():
         return a, b, len(text)
-    size = len(text.encode())
-    if a == b:
-        return 0, 0, size
-    begin = len(text[:a].encode())
-    return begin, size if b == len(text) else begin + len(text[a:b].encode()), size
+    begin, end, size = (len(text[:place].encode()) for place in (a, b, len(text)))
+    return begin, end, size
 
 
 class SegmentTable:
@@ -152,8 +163,7 @@ class SegmentTable:
 
     def __init__(self, batch: SegmentBatch) -> None:
         self.lengths = np.fromiter(map(len, batch.ids), dtype=np.int64, count=len(batch.ids))
-        self.bounds = np.zeros(len(batch.ids) + 1, dtype=np.int64)
-        np.cumsum(self.lengths, out=self.bounds[1:])
+        self.bounds = np.append(0, np.cumsum(self.lengths))
         self.tokens = np.fromiter(chain.from_iterable(batch.ids), dtype=np.uint32, count=int(self.bounds[-1]))
         edges = np.fromiter(chain.from_iterable(batch.edges), dtype=np.int64, count=3 * len(batch.edges))
         self._a, self._b, self._size = edges[0::3], edges[1::3], edges[2::3]
@@ -161,8 +171,7 @@ class SegmentTable:
     def mask(self, byte_lengths: Ints | None) -> tuple[Bools, Bools, list[int]]:
         """Return masks of supervised tokens and of tokens that cross an edge, and the texts with uncertain masks."""
         sizes = np.ones(len(self.tokens), dtype=np.int64) if byte_lengths is None else byte_lengths[self.tokens]
-        ends = np.zeros(len(self.tokens) + 1, dtype=np.int64)
-        np.cumsum(sizes, out=ends[1:])
+        ends = np.append(0, np.cumsum(sizes))
         base = ends[self.bounds[:-1]]
         a, b = np.repeat(base + self._a, self.lengths), np.repeat(base + self._b, self.lengths)
         start, end = ends[:-1], ends[1:]
@@ -170,18 +179,18 @@ class SegmentTable:
         boundary = ((start < a) & (end > a)) | ((start < b) & (end > b))
         boundary &= b > a
         # The sizes of the tokens do not add up to the size of the text.
-        unsure = (self._size >= 0) & (self._b > self._a) & (ends[self.bounds[1:]] - base != self._size)
+        unsure = (self._size != _FIXED) & (self._b > self._a) & (ends[self.bounds[1:]] - base != self._size)
         return supervised, boundary, np.flatnonzero(unsure).tolist()
 
-    def control_leaks(self, is_control: Bools) -> Ints:
-        """Return the positions of control ids that come from text instead of from a marker."""
+    def control_leaks(self, is_control: Bools) -> list[int]:
+        """Return the texts with control ids, which may only come from a marker."""
         found = np.flatnonzero(is_control[self.tokens])
-        item = np.searchsorted(self.bounds, found, side="right") - 1
-        return found[self._size[item] >= 0]
+        index = np.unique(np.searchsorted(self.bounds, found, side="right") - 1)
+        return index[self._size[index] != _FIXED].tolist()
 
 
 def compile_plan(
-    plan: Plan, added: Mapping[str, AddedTokenInfo], encode_once: Callable[[TextSegment], list[FixedTokens] | None]
+    plan: MaskPlan, added: Mapping[str, AddedTokenInfo], encode_once: Callable[[TextSegment], list[FixedTokens] | None]
 ) -> EncodingPlan:
     """Split a plan at its markers. `encode_once` returns fixed ids for a segment without message text, or None."""
     items: list[FixedTokens | TextSegment] = []
@@ -207,7 +216,7 @@ def compile_plan(
         if piece is not None and marker is not None:
             items.append(FixedTokens([marker.id], piece.is_supervised))
             strips_left = marker.rstrip
-    return EncodingPlan(_merge_fixed(items), sum(piece.is_marker and piece.is_supervised for piece in plan.pieces))
+    return EncodingPlan(items, sum(piece.is_marker and piece.is_supervised for piece in plan.pieces))
 
 
 def compile_plain_text(tokenizer: LoadedTokenizer) -> EncodingPlan:
@@ -218,14 +227,3 @@ def compile_plain_text(tokenizer: LoadedTokenizer) -> EncodingPlan:
     end = [added[eos].id] if eos in added else []
     segment = TextSegment([Piece("", slot=0, is_supervised=True)], [NO_TRIM], Position(not begin, not end))
     return EncodingPlan([FixedTokens(begin, True), segment, FixedTokens(end, True)], len(end))
-
-
-def _merge_fixed(items: Sequence[FixedTokens | TextSegment]) -> list[FixedTokens | TextSegment]:
-    merged: list[FixedTokens | TextSegment] = []
-    for item in items:
-        last = merged[-1] if merged else None
-        if isinstance(item, FixedTokens) and isinstance(last, FixedTokens) and item.is_supervised == last.is_supervised:
-            last.ids.extend(item.ids)
-        else:
-            merged.append(FixedTokens(list(item.ids), item.is_supervised) if isinstance(item, FixedTokens) else item)
-    return merged

@@ -39,11 +39,11 @@ class WordTable(dict[str, list[int]]):
         self._backend = backend
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
-        """Return the ids of ASCII texts, with None for each text that the pattern does not cover."""
+        """Return the ids of texts, with None for each text that is not ASCII or that the pattern does not cover."""
         findall, ids_of = self._pattern.findall, self.__getitem__
         ids: list[list[int] | None] = []
         for text in texts:
-            words = findall(text)
+            words = findall(text) if text.isascii() else []
             covers = sum(map(len, words)) == len(text)
             ids.append(list(chain.from_iterable(map(ids_of, words))) if covers else None)
         return ids
@@ -71,19 +71,19 @@ def build_word_table(backend: Tokenizer) -> WordTable | None:
 
 
 def _split_pattern(step: dict[str, Any] | None) -> re.Pattern[str] | None:
-    steps = [] if step is None else step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
-        return None
-    *before, last = steps
-    if last["use_regex"] and not before:
-        return _to_ascii_pattern(_GPT2)
-    if last["use_regex"] and len(before) == 1 and before[0] in _DIGITS:
-        return _to_ascii_pattern(_GPT2_WITHOUT_DIGITS)
-    if not last["use_regex"] and len(before) == 1 and before[0]["type"] == "Split":
-        [split] = before
-        if split["behavior"] == "Isolated" and not split["invert"] and "Regex" in split["pattern"]:
-            return _to_ascii_pattern(split["pattern"]["Regex"])
-    return None
+    steps = step["pretokenizers"] if step and step["type"] == "Sequence" else [step]
+    match steps:
+        case [{"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}]:
+            return _to_ascii_pattern(_GPT2)
+        case [first, {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}] if first in _DIGITS:
+            return _to_ascii_pattern(_GPT2_WITHOUT_DIGITS)
+        case [
+            {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": str(pattern)}},
+            {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False},
+        ]:
+            return _to_ascii_pattern(pattern)
+        case _:
+            return None
 
 
 def _to_ascii_pattern(pattern: str) -> re.Pattern[str] | None:
@@ -91,19 +91,13 @@ def _to_ascii_pattern(pattern: str) -> re.Pattern[str] | None:
     parts: list[str] = []
     in_class = False
     for part in _PARTS.findall(pattern):
-        if part in _ASCII_CLASSES:
-            part = _ASCII_CLASSES[part] if in_class else f"[{_ASCII_CLASSES[part]}]"
-        elif part[0] == "\\" and part not in _SAME_IN_PYTHON:
+        letters = _ASCII_CLASSES.get(part)
+        is_unknown = part[0] == "\\" and letters is None and part not in _SAME_IN_PYTHON
+        if is_unknown or part in ("&&", "(") or (part[0] == "[" and in_class):
             return None
-        elif part[0] == "[":
-            if in_class:
-                return None
-            in_class = True
-        elif part == "]":
-            in_class = False
-        elif part == "&&" or part == "(":
-            return None
-        parts.append(part)
+        if part[0] in "[]":
+            in_class = part[0] == "["
+        parts.append(part if letters is None else letters if in_class else f"[{letters}]")
     return re.compile("".join(parts), re.ASCII)
 
 
@@ -175,24 +169,21 @@ def _unknown_id(model: Any) -> int | None:
 
 def _for_position(position: Position, step: dict[str, Any] | None) -> dict[str, Any] | None:
     """Remove the steps for the start or end of a text if a segment is not at the start or end."""
-    if step is None:
-        return None
-    if step["type"] == "Sequence":
-        name = next(key for key in ("normalizers", "pretokenizers") if key in step)
-        steps = [inner for part in step[name] if (inner := _for_position(position, part)) is not None]
-        return {**step, name: steps}
-    if step["type"] == "Metaspace" and (
-        position.is_continued or (step.get("prepend_scheme") == "first" and not position.is_first)
-    ):
-        return {**step, "prepend_scheme": "never"}
-    if step["type"] == "Prepend" and position.is_continued:
-        return None
-    if step["type"] == "ByteLevel" and position.is_continued:
-        return {**step, "add_prefix_space": False}
-    if step["type"] == "Replace" and "Regex" in step["pattern"]:
-        pattern = step["pattern"]["Regex"].removeprefix("(?#dummy space)")
-        if pattern.startswith(r"\A") and not position.is_first:
+    match step:
+        case {"type": "Sequence"}:
+            name = next(key for key in ("normalizers", "pretokenizers") if key in step)
+            steps = (_for_position(position, part) for part in step[name])
+            return {**step, name: [part for part in steps if part is not None]}
+        case {"type": "Metaspace"} if position.is_continued or (
+            step.get("prepend_scheme") == "first" and not position.is_first
+        ):
+            return {**step, "prepend_scheme": "never"}
+        case {"type": "Prepend"} if position.is_continued:
             return None
-        if pattern.endswith(r"\z") and not position.is_last:
-            return None
-    return step
+        case {"type": "ByteLevel"} if position.is_continued:
+            return {**step, "add_prefix_space": False}
+        case {"type": "Replace", "pattern": {"Regex": str(pattern)}}:
+            is_at_start, is_at_end = pattern.removeprefix("(?#dummy space)").startswith(r"\A"), pattern.endswith(r"\z")
+            return None if (is_at_start and not position.is_first) or (is_at_end and not position.is_last) else step
+        case _:
+            return step

@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Plan:
+class MaskPlan:
     """The rendering of all conversations of one shape, with the supervised parts."""
 
     pieces: list[Piece]
@@ -77,7 +77,7 @@ class Masker:
         self.frame = probe_reply_frame(template, added)
         self.template = template.with_end(self.frame.added_end) if self.frame.added_end else template
         self._marker = marker_pattern(self.frame.markers)
-        self._plans: dict[Any, Plan | Rejected] = {}
+        self._plans: dict[Any, MaskPlan | Rejected] = {}
 
     @cached_property
     def for_prompts(self) -> "Masker":
@@ -86,39 +86,32 @@ class Masker:
         masker.template, masker._plans = self.template.for_prompts(), {}
         return masker
 
-    def plan(self, conversation: Conversation) -> tuple[Plan, list[str]]:
+    def plan(self, conversation: Conversation) -> tuple[MaskPlan, list[str]]:
         """Return the plan of a conversation and the texts that fill it; raise Rejected if the mask is not certain."""
         try:
             text = self.template.render(conversation.messages, conversation.tools)
         except TemplateFailed as failure:
             raise Rejected("not_a_conversation", f"the template rejects the conversation: {failure}") from failure
-        texts, shape = placeholders.extract_texts(conversation)
-        plan = self._cached_plan(shape, conversation, frozenset())
-        if isinstance(plan, Plan) and plan.fill(texts) == text:
-            return plan, texts
-        return self._plan_rewritten(conversation, text, plan)
-
-    def _plan_rewritten(self, conversation: Conversation, text: str, plan: Plan | Rejected) -> tuple[Plan, list[str]]:
-        """Plan a row that the template rewrites by moving thinking out of replies or changing the context."""
-        versions = placeholders.with_separate_thinking(conversation)
-        for version, inline_thinking in versions:
-            texts, shape = placeholders.extract_texts(version)
-            candidate = self._cached_plan((shape, inline_thinking), version, inline_thinking)
-            if isinstance(candidate, Plan) and candidate.fill(texts) == text:
-                return candidate, texts
-        versions.insert(0, (conversation, frozenset()))
-        for version, inline_thinking in versions:
-            # Only supervised turns must match a plan exactly. Other turns are used as they are rendered in this row.
-            supervised, unsupervised = self._select_turns(version)
-            only = frozenset(supervised | unsupervised)
-            candidate = self._try_plan(version, inline_thinking, only)
-            texts = [part for index in sorted(only) for part in placeholders.texts_of(version.messages[index])]
-            if isinstance(candidate, Plan) and candidate.fill(texts) == text:
-                return candidate, texts
-        detail = plan.detail if isinstance(plan, Rejected) else "the template changes the text of this row"
+        plans: list[MaskPlan | Rejected] = []
+        for is_whole in (True, False):
+            for version, inline_thinking in placeholders.versions(conversation):
+                if is_whole:
+                    texts, shape = placeholders.extract_texts(version)
+                    plan = self._cached_plan((shape, inline_thinking), version, inline_thinking)
+                else:
+                    # Only supervised turns must match a plan exactly. Other turns are used as they are in this row.
+                    only = frozenset[int]().union(*self._select_turns(version))
+                    texts = [part for index in sorted(only) for part in placeholders.texts_of(version.messages[index])]
+                    plan = self._try_plan(version, inline_thinking, only)
+                if isinstance(plan, MaskPlan) and plan.fill(texts) == text:
+                    return plan, texts
+                plans.append(plan)
+        detail = plans[0].detail if isinstance(plans[0], Rejected) else "the template changes the text of this row"
         raise Rejected("mask_uncertain", detail)
 
-    def _cached_plan(self, key: Any, conversation: Conversation, inline_thinking: frozenset[int]) -> Plan | Rejected:
+    def _cached_plan(
+        self, key: Any, conversation: Conversation, inline_thinking: frozenset[int]
+    ) -> MaskPlan | Rejected:
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_CACHED_PLANS:
@@ -128,7 +121,7 @@ class Masker:
 
     def _try_plan(
         self, conversation: Conversation, inline_thinking: frozenset[int], only: frozenset[int] | None = None
-    ) -> Plan | Rejected:
+    ) -> MaskPlan | Rejected:
         try:
             return self._make_plan(conversation, inline_thinking, only)
         except TemplateFailed as failure:
@@ -138,7 +131,7 @@ class Masker:
 
     def _make_plan(
         self, conversation: Conversation, inline_thinking: frozenset[int], only: frozenset[int] | None
-    ) -> Plan:
+    ) -> MaskPlan:
         if placeholders.contains_placeholder(conversation):
             raise Rejected("mask_uncertain", "the tool data contains the text of a placeholder")
         plain, slots = placeholders.with_placeholders(conversation.messages, PLAIN, only)
@@ -167,14 +160,14 @@ class Masker:
         supervised, num_supervised, num_unrendered = self._supervised_spans(turns)
         pieces = _split_pieces(turns, spans, supervised, self._reply_starts(turns))
         unrendered = sorted(set(range(len(slots))).difference(order))
-        return Plan(pieces, trims, num_supervised, num_unrendered, tuple(unrendered))
+        return MaskPlan(pieces, trims, num_supervised, num_unrendered, tuple(unrendered))
 
     def _reply_starts(self, turns: RenderedTurns) -> set[int]:
         """Return the start of each turn that a prompt can ask for, supervised in this row or not."""
         starts: set[int] = set()
         for index, message in enumerate(turns.conversation.messages):
             is_reply = message["role"] == "assistant" or message["role"] in self.rule.roles
-            if is_reply and turns.is_rendered(index) and (turns.only is None or index in turns.only):
+            if is_reply and index in turns.anchor_indices and (turns.only is None or index in turns.only):
                 try:
                     starts.add(turns.find_span(index)[0])
                 except Rejected:  # an unsupervised turn; those that are supervised were found before
@@ -184,9 +177,8 @@ class Masker:
     def _supervised_spans(self, turns: RenderedTurns) -> tuple[list[Span], int, int]:
         """Return the span of each supervised turn, from its first character to its end marker."""
         supervised, unsupervised = self._select_turns(turns.conversation)
-        spans = {
-            index: turns.find_span(index) for index in sorted(supervised | unsupervised) if turns.is_rendered(index)
-        }
+        selected = sorted(supervised | unsupervised)
+        spans = {index: turns.find_span(index) for index in selected if index in turns.anchor_indices}
         ordered = sorted(spans.values())
         if self.rule.learn_from != "everything":
             return ordered, len(spans), len(supervised) - len(spans)

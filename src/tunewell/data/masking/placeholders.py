@@ -6,8 +6,8 @@ redacted      a private-use character for each character of a tool call, to find
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -19,7 +19,9 @@ _SLOT_FIELDS = REASONING | {"content"}
 PLAIN, SPACED = ("Zq", "wXv"), ("Ky", "pRg")
 # Each kind of white space that templates trim separately; the most commonly trimmed kinds are outermost.
 _LEAD, _TRAIL = "\n\n \t\r\x0b", "\x0c\r\t \n\n"
-_FIRST_REDACTION, _STRUCK = 0xF0000, "\U0010fffd"
+_TRIMMED = ("", "\n", "\n ", "\n \t", "\n \t\r", None)
+"""The characters that a template can trim; None is all white space."""
+FIRST_REDACTION, _STRUCK = 0xF0000, "\U0010fffd"
 REDACTED = re.compile("([\U000f0000-\U000ffffd])\\1*")
 _HIDDEN = re.compile("[\U000f0000-\U0010fffd]+")
 ANCHOR = re.compile(f"{PLAIN[0]}[0-9]+{PLAIN[1]}|[\U000f0000-\U000ffffd]+")
@@ -114,10 +116,7 @@ def contains_placeholder(conversation: Conversation) -> bool:
         for message in conversation.messages
         if len(message) > 2
     ]
-    return (
-        bool(others or conversation.tools)
-        and _ANY_PLACEHOLDER.search(str(_frozen([others, conversation.tools]))) is not None
-    )
+    return _ANY_PLACEHOLDER.search(str(_frozen([others, conversation.tools]))) is not None
 
 
 def split_at_placeholders(text: str, kind: tuple[str, str], num_slots: int) -> tuple[list[str], list[int]]:
@@ -137,35 +136,19 @@ def compare_trims(
     if order != spaced[1]:
         raise Rejected("mask_uncertain", "the template renders texts differently depending on their content")
     found: dict[tuple[int, str], str | None] = {}
-    for index, (literal, padded) in enumerate(zip(plain[0], spaced[0], strict=True)):
-        lead, trail = _find_trim(literal, padded, index > 0, index < len(order))
-        sides = {(order[index - 1], "trail"): trail} if index > 0 else {}
-        sides |= {(order[index], "lead"): lead} if index < len(order) else {}
-        for side, taken in sides.items():
+    for literal, padded, before, after in zip(plain[0], spaced[0], [-1, *order], [*order, -1], strict=True):
+        lead, trail = _find_trim(literal, padded, before >= 0, after >= 0)
+        for side, taken in (((before, "trail"), trail), ((after, "lead"), lead)):
             if found.setdefault(side, taken) != taken:
                 raise Rejected("mask_uncertain", "the template trims the same text in two different ways")
     return [Trim(found.get((slot, "lead"), ""), found.get((slot, "trail"), "")) for slot in range(num_slots)]
 
 
-def _trims_by_remainder() -> tuple[dict[str, str | None], dict[str, str | None]]:
-    leads: dict[str, str | None] = {_LEAD: ""}
-    trails: dict[str, str | None] = {_TRAIL: ""}
-    characters = ""
-    for character, following in pairwise(dict.fromkeys(_LEAD)):
-        characters += character
-        leads[_LEAD[_LEAD.index(following) :]] = characters
-        trails[_TRAIL.rstrip(characters)] = characters
-    return leads | {"": None}, trails | {"": None}
-
-
-_LEADS, _TRAILS = _trims_by_remainder()
-_NONE: dict[str, str | None] = {"": ""}
-
-
 def _find_trim(literal: str, padded: str, has_before: bool, has_after: bool) -> tuple[str | None, str | None]:
-    for kept_behind, trail in (_TRAILS if has_before else _NONE).items():
-        for kept_in_front, lead in (_LEADS if has_after else _NONE).items():
-            if padded == kept_behind + literal + kept_in_front:
+    for trail in _TRIMMED if has_before else ("",):
+        for lead in _TRIMMED if has_after else ("",):
+            behind = _TRAIL.rstrip(trail) if has_before else ""
+            if padded == behind + literal + (_LEAD.lstrip(lead) if has_after else ""):
                 return lead, trail
     raise Rejected("mask_uncertain", "the template rewrites the white space around texts")
 
@@ -186,7 +169,7 @@ def redact(
     first_of: dict[Any, int] = {}
     for index, message in enumerate(messages):
         # Equal messages must stay equal, because some templates compare messages to find the last one.
-        letter = chr(_FIRST_REDACTION + first_of.setdefault(_frozen(message), index))
+        letter = chr(FIRST_REDACTION + first_of.setdefault(_frozen(message), index))
         copy = {
             key: value if key == "role" or key in _SLOT_FIELDS else map_leaves(value, strike, with_keys=True)
             for key, value in message.items()
@@ -215,11 +198,6 @@ def _redact_text(value: Any, letter: str) -> Any:
     return map_leaves(value, redacted)
 
 
-def redacted_message(letter: str) -> int:
-    """Return the index of the message that a redaction character belongs to."""
-    return ord(letter) - _FIRST_REDACTION
-
-
 def is_equal_outside_redactions(text: str, redacted: str) -> bool:
     """Return True if the redacted rendering equals the real one except in the redacted parts."""
     if len(text) != len(redacted) or _HIDDEN.search(text):
@@ -232,18 +210,20 @@ def is_equal_outside_redactions(text: str, redacted: str) -> bool:
     return text[at:] == redacted[at:]
 
 
-def with_separate_thinking(conversation: Conversation) -> list[tuple[Conversation, frozenset[int]]]:
-    """Return versions with `<think>...</think>` moved to its own field, stripped or not, and the changed messages."""
+def versions(conversation: Conversation) -> Iterator[tuple[Conversation, frozenset[int]]]:
+    """Yield a conversation, and versions with `<think>...</think>` moved to its own field, stripped or not.
+
+    Each comes with the indices of the messages that were changed.
+    """
+    yield conversation, frozenset()
     found = {
         index: message["content"].rpartition("</think>")
         for index, message in enumerate(conversation.messages)
         if message["role"] == "assistant" and "</think>" in message["content"] and REASONING.isdisjoint(message)
     }
-    versions: list[tuple[Conversation, frozenset[int]]] = []
     for characters in ("\n", "") if found else ():
         messages = list(conversation.messages)
         for index, (before, _, rest) in found.items():
             thinking = before.rpartition("<think>")[2].strip(characters)
             messages[index] = {**messages[index], "content": rest.lstrip(characters), "reasoning_content": thinking}
-        versions.append((Conversation(messages, conversation.tools, None, conversation.learn), frozenset(found)))
-    return versions
+        yield Conversation(messages, conversation.tools, None, conversation.learn), frozenset(found)

@@ -101,30 +101,30 @@ class RenderedTextParser:
         self._ends = (tokens["eos_token"], *_ENDS)
         self._frames = [frame for one in (*own, *others) for frame in _frames(one)]
 
-    def parse(self, text: str, source: str) -> tuple[Conversation, str] | None:
-        """Return the conversation in a text and the name of its template, or None for plain text.
+    def parse(
+        self, text: str, source: str, *, completion: str | None = None, format_name: str = "text"
+    ) -> tuple[Conversation, str] | None:
+        """Return the conversation in a text, or in a prompt and its completion, and the name of its template.
 
-        Raises Rejected if the text starts like a conversation of a known template but is not one, and UserError for a
-        conversation of an unknown template.
+        Returns None for plain text. Raises Rejected if the text starts like a conversation of a known template but is
+        not one, and UserError for a conversation of an unknown template.
         """
-        if (known := self._parse_known(text)) is not None:
+        if (known := self._parse_known(text + (completion or ""))) is not None:
             return known
         shown = text.lstrip()
-        plain = _without_known_bos(shown)
-        if _has_markers(plain) or _TURN_WORDS.match(plain):
-            raise _unknown_template(source, shown, "text", "train on the whole text, markers included")
-        return None
-
-    def parse_prompt(
-        self, prompt: str, completion: str, source: str, format_name: str
-    ) -> tuple[Conversation, str] | None:
-        """Return the conversation of a rendered prompt and its completion; raise like `parse`."""
-        if (known := self._parse_known(prompt + completion)) is not None:
-            return known
-        shown = prompt.lstrip()
-        plain = _without_known_bos(shown)
-        if _has_markers(plain) or (_TURN_WORDS.match(plain) and _PROMPT_END.search(plain)):
-            raise _unknown_template(source, shown, format_name, "keep the prompts as they are")
+        plain = next((shown[len(bos) :].lstrip() for bos in _BOS if shown.startswith(bos)), shown)
+        has_markers = _LOOKS_RENDERED.match(plain) and len(_LOOKS_RENDERED.findall(plain)) > 1
+        is_prompt_end = completion is None or _PROMPT_END.search(plain)
+        if has_markers or (_TURN_WORDS.match(plain) and is_prompt_end):
+            effect = (
+                "train on the whole text, markers included" if completion is None else "keep the prompts as they are"
+            )
+            raise UserError(
+                f"`{source}` has conversations as text, rendered by an unknown chat template",
+                where=f"a row starts with {shown[:60]!r}",
+                fix="convert the rows to `messages`, set `template.name` to the `.jinja` file that rendered them, or "
+                f"set `format: {format_name}` on the source to {effect}",
+            )
         return None
 
     def _parse_known(self, text: str) -> tuple[Conversation, str] | None:
@@ -155,23 +155,6 @@ class RenderedTextParser:
         reply = reply.strip()
         end = next((end for end in self._ends if reply.endswith(end)), "")
         return Conversation([asked, {"role": "assistant", "content": reply.removesuffix(end).rstrip()}]), "alpaca"
-
-
-def _without_known_bos(text: str) -> str:
-    return next((text[len(bos) :].lstrip() for bos in _BOS if text.startswith(bos)), text)
-
-
-def _has_markers(text: str) -> bool:
-    return _LOOKS_RENDERED.match(text) is not None and len(_LOOKS_RENDERED.findall(text)) > 1
-
-
-def _unknown_template(source: str, text: str, format_name: str, effect: str) -> UserError:
-    return UserError(
-        f"`{source}` has conversations as text, rendered by an unknown chat template",
-        where=f"a row starts with {text[:60]!r}",
-        fix="convert the rows to `messages`, set `template.name` to the `.jinja` file that rendered them, or "
-        f"set `format: {format_name}` on the source to {effect}",
-    )
 
 
 def _frames(template: ChatTemplate) -> Iterator[_Frame]:

@@ -182,27 +182,23 @@ class RenderedTurns:
         if not placeholders.is_equal_outside_redactions(self.text, self.redacted):
             raise Rejected("mask_uncertain", "the tool data changes how the template renders the conversation")
         for match in placeholders.REDACTED.finditer(self.redacted):
-            self.anchors.append(Anchor(*match.span(), placeholders.redacted_message(match[1]), "tool_calls"))
+            self.anchors.append(Anchor(*match.span(), ord(match[1]) - placeholders.FIRST_REDACTION, "tool_calls"))
         self.anchors.sort(key=lambda anchor: anchor.start)
 
     def _render_redacted(self, messages: list[Message]) -> str:
         return self.template.render(*placeholders.redact(messages, self.conversation.tools, self.marker, self.only))
 
     @cached_property
-    def _anchor_indices(self) -> dict[int, list[int]]:
+    def anchor_indices(self) -> dict[int, list[int]]:
         """The indices of the anchors of each rendered message."""
         indices: dict[int, list[int]] = defaultdict(list)
         for index, anchor in enumerate(self.anchors):
             indices[anchor.message].append(index)
         return dict(indices)
 
-    def is_rendered(self, message: int) -> bool:
-        """Return True if the template renders any text of a message."""
-        return message in self._anchor_indices
-
     def find_span(self, message: int) -> Span:
         """Return the span of a turn: its text, tool calls, thinking, tags and end marker."""
-        indices = self._anchor_indices[message]
+        indices = self.anchor_indices[message]
         anchors = [self.anchors[index] for index in indices]
         fields = [anchor.field for anchor in anchors if anchor.field != "tool_calls"]
         if len(fields) != len(set(fields)) or indices[-1] - indices[0] >= len(indices):
@@ -218,7 +214,7 @@ class RenderedTurns:
     def _out_of_order(self) -> set[int]:
         """The replies that are rendered before the messages they answer. System messages may be anywhere."""
         messages = self.conversation.messages
-        rendered = [index for index in self._anchor_indices if messages[index]["role"] != "system"]
+        rendered = [index for index in self.anchor_indices if messages[index]["role"] != "system"]
         latest = [-1, *accumulate(rendered, max)]
         earliest = [*accumulate(reversed(rendered), min)][::-1]
         return {
@@ -235,14 +231,12 @@ class RenderedTurns:
             space = self.frame.leading_space if message["role"] == "assistant" else ""
             return first.start - len(space) if space and gap.endswith(space) else first.start
         # The model also generates the tags of tool calls and thinking. The text before a plain reply is context.
-        header_start = gap.rfind(header) if header else -1
-        if has_thinking and header_start >= 0:
-            return previous_end + header_start + len(header)
-        plain_gap = self._gap_before_plain_reply(index)
-        if plain_gap is not None and gap.startswith(plain_gap):
-            return previous_end + len(plain_gap)
-        if header_start >= 0:
-            return previous_end + header_start + len(header)
+        context = gap[: gap.rfind(header) + len(header)] if header and header in gap else None
+        if not has_thinking or context is None:
+            plain_gap = self._gap_before_plain_reply(index)
+            context = plain_gap if plain_gap is not None and gap.startswith(plain_gap) else context
+        if context is not None:
+            return previous_end + len(context)
         raise Rejected("mask_uncertain", "the start of a turn with thinking or tool calls cannot be found")
 
     def _gap_before_plain_reply(self, index: int) -> str | None:

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tunewell.config.schema import Clean
-from tunewell.core.redact import POSSIBLE_SECRETS, hide_secrets
-from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object, map_leaves
+from tunewell.core.redact import hide_secrets, possible_secrets
+from tunewell.data.rows.conversation import REASONING_KEYS, Conversation, Rejected, is_list, is_object, map_leaves
 
 _URL = re.compile(r"https?://|\bwww\.", re.IGNORECASE)
-_THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Some sets leave out the opening tag, because the generation prompt of the model contains it.
 _THINKING = re.compile(
     r"\A\s*(?:<(think|thinking|thought|reasoning)>.*?</\1>|(?:(?!<think>).)*?</think>)\s*", re.DOTALL
@@ -41,9 +40,9 @@ def clean(conversation: Conversation, options: Clean) -> Digests:
         _strip_thinking(conversation)
     try:
         whole = digest_whole(conversation)
-    except _BadText as bad:
+    except Rejected:
         if options.bad_text != "replace":
-            raise Rejected("bad_text", str(bad)) from bad
+            raise
         _replace_bad_text(conversation)
         whole = digest_whole(conversation)
     if conversation.text is not None:
@@ -58,12 +57,12 @@ def _strip_thinking(conversation: Conversation) -> None:
     num_stripped = 0
     for message in conversation.messages:
         if message["role"] == "assistant":
-            fields = [key for key in _THINKING_KEYS if message.pop(key, None)]
+            fields = [key for key in REASONING_KEYS if message.pop(key, None)]
             text = _THINKING.sub("", message["content"], count=1)
             num_stripped += bool(fields) or text != message["content"]
             message["content"] = text
     if num_stripped:
-        conversation.notes = {**(conversation.notes or {}), "thinking_stripped": num_stripped}
+        conversation.note("thinking_stripped", num_stripped)
 
 
 def find_possible_secrets(rows: Sequence[bytes]) -> list[bool]:
@@ -76,7 +75,7 @@ def find_possible_secrets(rows: Sequence[bytes]) -> list[bool]:
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(rows))]
     texts = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(rows), buffers)
     is_possible = np.zeros(len(rows), dtype=np.uint8)
-    for pattern in POSSIBLE_SECRETS:
+    for pattern in possible_secrets():
         found = compute.call_function("match_substring_regex", [texts], compute.MatchSubstringOptions(pattern))
         bits = np.frombuffer(found.buffers()[1], dtype=np.uint8)
         is_possible |= np.unpackbits(bits, count=len(rows), bitorder="little")
@@ -109,37 +108,30 @@ def _check_text(text: str, options: Clean) -> None:
 
 def _check_turns(conversation: Conversation, options: Clean) -> None:
     messages = conversation.messages
-    num_questions = num_replies = reply_chars = 0
     for message in messages:
-        content, role = message["content"], message["role"]
-        is_blank = not content or content.isspace()
-        if role == "user":
-            num_questions += 1
-            if is_blank:
+        if not message["content"].strip():
+            if message["role"] == "user":
                 raise Rejected("empty_question")
-        elif role == "assistant":
-            num_replies += 1
-            reply_chars += len(content.strip())
-            if is_blank and not message.get("tool_calls"):
+            if message["role"] == "assistant" and not message.get("tool_calls"):
                 raise Rejected("empty_reply")
-    if not num_replies:
+    replies = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    if not replies:
         raise Rejected("not_a_conversation", "no reply")
-    if not num_questions:
+    if all(message["role"] != "user" for message in messages):
         raise Rejected("not_a_conversation", "no question")
     if messages[0]["role"] == "assistant":
         raise Rejected("not_a_conversation", "the first message is a reply")
-    if reply_chars < options.min_reply_chars:
+    if (reply_chars := sum(map(len, replies))) < options.min_reply_chars:
         raise Rejected("too_short", f"{reply_chars} characters of reply")
     if options.drop_urls and any(_URL.search(message["content"]) for message in messages):
         raise Rejected("has_url")
 
 
-class _BadText(Exception):
-    pass
-
-
 def digest_whole(conversation: Conversation) -> bytes:
-    """Return a digest of everything that the model reads. Only equal conversations have equal digests."""
+    """Return a digest of everything that the model reads. Only equal conversations have equal digests.
+
+    Raises Rejected for text that is not valid.
+    """
     pieces: list[bytes] = []
     for text in _texts(conversation):
         try:
@@ -147,12 +139,12 @@ def digest_whole(conversation: Conversation) -> bytes:
         except UnicodeEncodeError as error:
             character = text[error.start]
             what = "a byte that is not UTF-8" if "\udc80" <= character <= "\udcff" else "a lone surrogate"
-            raise _BadText(f"{what} at position {error.start}") from error
+            raise Rejected("bad_text", f"{what} at position {error.start}") from error
         pieces += (b"%d:" % len(data), data)
     whole = b"".join(pieces)
     if b"\0" in whole:
         position = next(text.index("\0") for text in _texts(conversation) if "\0" in text)
-        raise _BadText(f"a NUL character at position {position}")
+        raise Rejected("bad_text", f"a NUL character at position {position}")
     return hashlib.blake2b(whole, digest_size=DIGEST_BYTES).digest()
 
 

@@ -31,7 +31,7 @@ def find_candidates(row: Mapping[str, Any]) -> list[Candidate]:
     """Return the formats that match the keys of the row, best first, each with the matching keys."""
     found: list[Candidate] = [(name, (key,)) for key, name in LISTS.items() if key in row]
     entries = [entry for entry in FORMATS.entries() if entry.columns]
-    found += [(entry.name, entry.columns) for entry in entries if all(key in row for key in entry.columns)]
+    found += [(entry.name, tuple(entry.columns)) for entry in entries if all(key in row for key in entry.columns)]
     found += [(name, keys) for name, keys in PAIRS.items() if all(key in row for key in keys)]
     questions, answers = ([key for key in keys if key in row] for keys in (QUESTIONS, ANSWERS))
     if questions and answers:

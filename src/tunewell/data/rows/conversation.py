@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of the thinking of a reply, by preference."""
 Message = dict[str, Any]
 """One turn for the template: `role`, `content` (text) and other keys of the row (`tool_calls`, `name`, ...)."""
 
@@ -25,6 +27,10 @@ class Conversation:
     """Columns of the row that have a value and are not used."""
     notes: Mapping[str, int] | None = field(default=None, compare=False)
     """Counts for the report, e.g. messages that were left out."""
+
+    def note(self, name: str, number: int = 1) -> None:
+        """Set a count for the report."""
+        self.notes = {**(self.notes or {}), name: number}
 
 
 class ConversationRow(dict[str, Any]):
@@ -68,3 +74,11 @@ class Rejected(Exception):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
+
+
+def attempt(make: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call, or the `Rejected` that it raises."""
+    try:
+        return make(*args)
+    except Rejected as rejected:
+        return rejected

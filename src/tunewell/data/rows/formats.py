@@ -3,16 +3,15 @@
 The format is detected for each row from its keys, so a file may change its format half-way.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from functools import cache, lru_cache
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_table
 from tunewell.data.rows.column_names import (
     ACCEPTED,
     ANSWERS,
@@ -29,37 +28,24 @@ from tunewell.data.rows.column_names import (
     first_present,
     match_ignoring_case,
 )
-from tunewell.data.rows.conversation import Conversation, ConversationRow, Message, Rejected, is_list, is_object
+from tunewell.data.rows.conversation import (
+    REASONING_KEYS,
+    Conversation,
+    ConversationRow,
+    Message,
+    Rejected,
+    is_list,
+    is_object,
+)
 from tunewell.data.rows.json_rows import numbers_as_text, parse_row
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-    "tool_response": "tool",
-}
+_NAMES = read_table(__file__, "names.toml")
+ROLES: dict[str, str] = _NAMES["roles"]
 """Role names in data sets -> standard role names of templates."""
 
 _CALL_ROLES = ("function_call", "tool_call")
 _MEDIA = re.compile("image|audio|video", re.IGNORECASE)
-_MEDIA_COLUMNS = frozenset(
-    [kind + end for kind in ("image", "audio", "video") for end in ("", "s", "_path", "_url", "_file", "_bytes")]
-    + ["img", "picture", "pixel_values"]
-)
-_KEPT_TEXT_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
+_KEPT_TEXT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)
 _MAX_NESTING_INSIDE = 64
 
 
@@ -72,14 +58,35 @@ def read_turns(turns: list[Any]) -> tuple[list[Message], list[bool | None]]:
 _BLOCKS = frozenset(("tool_use", "tool_result", "thinking", "reasoning"))
 
 
-def _expanded(turn: Any) -> tuple[Any, ...] | list[Any]:
-    """Split a turn with Anthropic's content blocks into messages."""
+def _expanded(turn: Any) -> list[Any]:
     content = turn.get("content") if is_object(turn) else None
-    if not is_list(content) or not any(is_object(part) and part.get("type") in _BLOCKS for part in content):
-        return (turn,)
-    from tunewell.data.rows.content_blocks import expand_blocks  # not needed for other rows
+    has_blocks = is_list(content) and any(is_object(part) and part.get("type") in _BLOCKS for part in content)
+    return _expand_blocks(turn) if has_blocks else [turn]
 
-    return expand_blocks(turn)
+
+def _expand_blocks(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a turn with Anthropic's content blocks: tool results are messages of their own."""
+    results: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thinking: list[str] = []
+    rest: list[Any] = []
+    for block in turn["content"]:
+        kind = block.get("type") if is_object(block) else None
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            results.append({"role": "tool", "content": block.get("content"), "tool_call_id": block.get("tool_use_id")})
+        elif kind in ("thinking", "reasoning"):
+            thinking.append(str(block.get(kind) or block.get("text") or ""))
+        else:
+            rest.append(block)
+    message = {**turn, "content": rest}
+    if calls:
+        message["tool_calls"] = calls
+    if any(thinking):
+        message["reasoning_content"] = "\n\n".join(filter(None, thinking))
+    return [*results, *([message] if rest or calls or not results else [])]
 
 
 def _message(turn: Any) -> tuple[Message, bool | None]:
@@ -203,11 +210,11 @@ class Converter:
         # Formats that read whole files give rows of messages.
         self._format = "auto" if FORMATS.entry(format_name).files else format_name
         self._options = options or FormatOptions()
-        self._converters: dict[str, _Convert] = {}
-        self._unused: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
+        self._load: Callable[[str], _Convert] = cache(FORMATS.load)
+        self._unused = lru_cache(_MAX_SHAPES)(_unused_columns)
+        self._match = lru_cache(_MAX_SHAPES)(_match)
         self._columns = dict(columns or {})
         self._system = system
-        self._by_keys: dict[tuple[str, ...], tuple[list[Candidate], dict[str, str]]] = {}
         unknown = next((name for name in self._columns if name not in KNOWN and name not in ACCEPTED), None)
         if unknown is not None:
             fields = ", ".join([*KNOWN, *ACCEPTED])
@@ -232,23 +239,23 @@ class Converter:
         if self._columns:
             row = self._renamed(row)
         if isinstance(row, ConversationRow):
-            return self._with_system(_read_messages(row)), row.format_name
+            conversation = _conversation(row, *read_turns(row["messages"]))
+            conversation.notes = row.notes
+            return self._with_system(conversation), row.format_name
         name, renamed = self._format, dict[str, str]()
         if name == "auto":
             row, name, renamed = self._detected(row)
-        if name not in self._converters:
-            self._converters[name] = FORMATS.load(name)
         texts = numbers_as_text(row, _TEXT_COLUMNS) if name in _COLUMN_FORMATS else row
-        conversation = self._converters[name](texts, self._options)
+        conversation = self._load(name)(texts, self._options)
         if texts is not row:
-            conversation.notes = {**(conversation.notes or {}), "numbers_as_text": 1}
-        unused = self._unused_columns(name, row)
+            conversation.note("numbers_as_text")
+        unused = self._unused(name, tuple(row))
         if not _ACCEPTED.isdisjoint(unused):
             unused = _read_accepted(conversation, unused, row)
         if unused:
             conversation.unused += _with_values(unused, row)
         if renamed:
-            conversation.notes = {**(conversation.notes or {}), "names_in_other_case": 1}
+            conversation.note("names_in_other_case")
         return self._with_system(conversation), name
 
     def _with_system(self, conversation: Conversation) -> Conversation:
@@ -263,32 +270,10 @@ class Converter:
         # The mapped columns determine the format, whatever other columns exist.
         if self._columns and (mapped := find_candidates(self._columns)):
             return row, choose_format(mapped, row), {}
-        keys = tuple(row)
-        if keys not in self._by_keys:
-            if len(self._by_keys) >= _MAX_SHAPES:
-                self._by_keys.clear()
-            renamed = match_ignoring_case(row)
-            found = find_candidates({renamed.get(key, key): None for key in row})
-            self._by_keys[keys] = found, renamed
-        candidates, renamed = self._by_keys[keys]
+        candidates, renamed = self._match(tuple(row))
         if renamed:
             row = {renamed.get(key, key): value for key, value in row.items()}
         return row, choose_format(candidates, row), renamed
-
-    def _unused_columns(self, name: str, row: dict[str, Any]) -> tuple[str, ...]:
-        shape = (name, tuple(row))
-        unused = self._unused.get(shape)
-        if unused is None:
-            if len(self._unused) >= _MAX_SHAPES:
-                self._unused.clear()
-            entry = FORMATS.entry(name)
-            read = {*entry.columns, *entry.uses}
-            if name == "question_answer":
-                # Which of several questions or answers is used depends on the values.
-                read |= {*QUESTIONS, *ANSWERS}
-            unused = () if name == "classification" else tuple(key for key in row if key not in read)
-            self._unused[shape] = unused
-        return unused
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         taken = set(self._columns.values())
@@ -300,14 +285,25 @@ class Converter:
         return renamed
 
 
+def _match(keys: tuple[str, ...]) -> tuple[list[Candidate], dict[str, str]]:
+    """Return the formats that match the keys of a row, and the names to change because their case differs."""
+    row = dict.fromkeys(keys)
+    renamed = match_ignoring_case(row)
+    return find_candidates({renamed.get(key, key): None for key in keys}), renamed
+
+
+def _unused_columns(format_name: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the columns that a format does not read."""
+    entry = FORMATS.entry(format_name)
+    read = {*entry.columns, *entry.uses}
+    if format_name == "question_answer":
+        read |= {*QUESTIONS, *ANSWERS}  # which of several is used depends on the values
+    return () if format_name == "classification" else tuple(key for key in keys if key not in read)
+
+
 def convert_alpaca(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert `instruction`, `input` and `output`."""
     return _asked_and_answered(row, *PAIRS["alpaca"], options)
-
-
-@cache
-def _alpaca_prompt() -> dict[str, str]:
-    return json.loads((Path(__file__).parent / "alpaca_prompt.json").read_text(encoding="utf-8"))
 
 
 def convert_alpaca_prompt(row: dict[str, Any], options: FormatOptions) -> Conversation:
@@ -316,7 +312,7 @@ def convert_alpaca_prompt(row: dict[str, Any], options: FormatOptions) -> Conver
     given = {name: read_text(row.get(name), name) for name in ("instruction", "input")}
     if options.marks_input or not given["instruction"].strip():
         return convert_alpaca(row, options)
-    prompt = _alpaca_prompt()["with_input" if given["input"].strip() else "without_input"]
+    prompt = _NAMES["alpaca_prompt"]["with_input" if given["input"].strip() else "without_input"]
     return convert_alpaca({**row, **dict.fromkeys(EXTRAS, ""), "instruction": prompt.format(**given)}, options)
 
 
@@ -384,13 +380,6 @@ def convert_messages(row: dict[str, Any], options: FormatOptions) -> Conversatio
     return _conversation(row, messages, learn, read_objects(row.get("tools") or row.get("functions"), "tools"))
 
 
-def _read_messages(row: ConversationRow) -> Conversation:
-    messages, learn = read_turns(row["messages"])
-    conversation = _conversation(row, messages, learn)
-    conversation.notes = row.notes
-    return conversation
-
-
 def _conversation(
     row: dict[str, Any], turns: list[Message], learn: list[bool | None] | None = None, tools: list[Any] | None = None
 ) -> Conversation:
@@ -417,14 +406,14 @@ def _read_accepted(conversation: Conversation, unused: tuple[str, ...], row: dic
     if not answers or conversation.text is not None:
         return unused
     conversation.answers, conversation.answers_column = answers, column
-    conversation.notes = {**(conversation.notes or {}), "rows_with_answers": 1}
+    conversation.note("rows_with_answers")
     return tuple(name for name in unused if name != column)
 
 
 def _with_values(columns: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:
     """Return the columns that have a value; raise Rejected if one of them contains an image, audio or video."""
     found = tuple(key for key in columns if row[key] not in (None, "", []))
-    media = next((key for key in found if key.lower() in _MEDIA_COLUMNS), None)
+    media = next((key for key in found if key.lower() in _NAMES["media"]), None)
     if media is not None:
         raise Rejected("has_media", f"the column `{media}` has a value; only text can be trained on")
     return found

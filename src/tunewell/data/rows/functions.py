@@ -4,13 +4,11 @@ A function gets a row, or a batch of rows in tunewell's form (a list) and in Hug
 returns rows, texts or, for a batch, columns.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from tunewell.core.errors import UserError
@@ -18,7 +16,7 @@ from tunewell.core.files import read_bytes, sha256_text
 from tunewell.data.rows.conversation import is_list, is_object
 
 
-class Batch(list[Any]):
+class RowBatch(list[Any]):
     """A list of rows that gives its columns by name, like a batch of `datasets.Dataset.map(batched=True)`."""
 
     def __getitem__(self, key: Any) -> Any:
@@ -68,7 +66,7 @@ class RowFunction:
             some = rows[start : start + step]
             where = f"{source} row {numbers[start]}" + (f" to {numbers[start + len(some) - 1]}" if self.batch else "")
             num_rows = len(some)  # counted before the call, which may change the list
-            result = self._call(Batch(some) if self.batch else some[0], where)
+            result = self._call(RowBatch(some) if self.batch else some[0], where)
             mapped += self._rows_of(result, num_rows, where) if self.batch else [self._row_of(result, where)]
         return mapped
 
@@ -138,25 +136,12 @@ def load_row_function(reference: str, *, batch: int | None, base: Path) -> RowFu
     return RowFunction(function, reference, batch, sha256_text(name, source.decode("utf-8", "replace")))
 
 
-class _FromText(SourceFileLoader):
-    """A loader that runs exactly the hashed text. Python's loader may run an outdated compiled copy of the file."""
-
-    source = b""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.source, self.path)
-
-
 def _run(path: Path, source: bytes) -> ModuleType:
-    name = f"tunewell_user_{path.stem}_{sha256_text(str(path.resolve()))[:8]}"
-    loader = _FromText(name, str(path))
-    loader.source = source
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up their module in `sys.modules`.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    """Run exactly the hashed text. Python's import may run an outdated compiled copy of the file."""
+    module = ModuleType(f"tunewell_user_{path.stem}_{sha256_text(str(path.resolve()))[:8]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look up their module there
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102  the file is the user's own
     return module
 
 

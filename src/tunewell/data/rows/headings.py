@@ -1,15 +1,15 @@
 """Column headings in other languages, and a guess from the content: which column is the question, which the answer?"""
 
-import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-_QUESTION_MARKS = "?？؟;"
+from tunewell.core.files import read_table
+
+_QUESTION_MARKS = ("?", "？", "؟", ";")
 """Marks at the end of a question; `;` in Greek."""
 _MIN_TEXT_CHARS = 2.0
 
@@ -26,9 +26,7 @@ class ColumnGuess:
 
 @cache
 def _headings() -> dict[str, str]:
-    table: dict[str, list[str]] = json.loads(
-        files("tunewell.data.rows").joinpath("headings.json").read_text(encoding="utf-8")
-    )
+    table: dict[str, list[str]] = read_table(__file__, "headings.json")
     return {fold(heading): ours for ours, headings in table.items() for heading in headings}
 
 
@@ -50,21 +48,15 @@ def guess_columns(rows: Sequence[Mapping[str, Any]]) -> ColumnGuess:
     asked: dict[str, float] = {}
     for name in dict.fromkeys(str(key) for row in rows for key in row):
         values = [str(row.get(name) or "").strip() for row in rows]
-        if all(_is_number(value) for value in values):
-            continue
+        if not any(mark.isalpha() for value in values for mark in value):
+            continue  # numbers and dates
         sizes[name] = fmean(map(len, values))
-        asked[name] = fmean(value.endswith(tuple(_QUESTION_MARKS)) for value in values)
+        asked[name] = fmean(value.endswith(_QUESTION_MARKS) for value in values)
     texts = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] >= _MIN_TEXT_CHARS]
     if len(texts) < 2:
         return ColumnGuess({"text": texts[0]} if texts else {}, tuple(texts))
     question = max(texts, key=lambda name: asked[name])
-    if not asked[question]:  # no question marks: the question is usually left of its answer
-        order = [name for name in sizes if name in texts[:2]]
-        return ColumnGuess({"question": order[0], "answer": order[1]}, tuple(texts))
     answer = next(name for name in texts if name != question)
+    if not asked[question]:  # no question marks: the question is usually left of its answer
+        question, answer = (name for name in sizes if name in texts[:2])
     return ColumnGuess({"question": question, "answer": answer}, tuple(texts))
-
-
-def _is_number(text: str) -> bool:
-    """Return True for an empty value, a number or a date, which is not a text."""
-    return not any(mark.isalpha() for mark in text)

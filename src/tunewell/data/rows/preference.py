@@ -35,7 +35,7 @@ def convert_preference(row: dict[str, Any], options: FormatOptions) -> Conversat
     kept = {name: row[name] for name in ("system", "system_prompt", "tools") if name in row}
     conversation = convert_messages({"messages": turns, **kept}, options)
     conversation.learn = _only_last_reply(conversation.messages, conversation.learn)
-    conversation.notes = {"chosen_replies": 1}
+    conversation.note("chosen_replies")
     return conversation
 
 
@@ -43,14 +43,13 @@ def convert_unpaired(row: dict[str, Any], options: FormatOptions) -> Conversatio
     """Convert `prompt` and `completion` with a verdict in `label`; raise Rejected for a completion that is not good."""
     require_columns(row, "label")
     label = row["label"]
-    if isinstance(label, bool):
-        if not label:
-            raise Rejected("not_preferred", "`label` is false")
-        conversation = convert_prompt_completion(row, options)
-        conversation.notes = {"chosen_replies": 1}
-        return conversation
+    if label is False:
+        raise Rejected("not_preferred", "`label` is false")
     conversation = convert_prompt_completion(row, options)
-    conversation.unused = ("label",) if label not in (None, "") else ()
+    if label is True:
+        conversation.note("chosen_replies")
+    elif label not in (None, ""):
+        conversation.unused = ("label",)
     return conversation
 
 

@@ -4,6 +4,7 @@
 # pyarrow has no type stubs. The functions of this module return numpy arrays and plain Python values.
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -27,33 +28,29 @@ _MAX_EMPTY_ROWS = 10_000
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def parquet_rows(file: SourceFile) -> Iterator[Any]:
-    """Yield the rows of a Parquet file; raise UserError if the file is damaged."""
+def table_rows(file: SourceFile) -> Iterator[Any]:
+    """Yield the rows of a Parquet or Arrow file; raise UserError if the file is damaged."""
+    kind, read_batches = _TABLES[file.format]
     try:
-        with file.open() as stream, pq.ParquetFile(stream) as parquet:
-            _require_unique_columns(parquet.schema_arrow, file)
-            for batch in _not_empty(parquet.iter_batches(batch_size=_BATCH_ROWS)):
-                yield from _batch_rows(batch)
+        with file.open() as stream:
+            for batch in _not_empty(read_batches(stream)):
+                twice = next((name for name, number in Counter(batch.schema.names).items() if number > 1), None)
+                if twice is not None:
+                    raise UserError(f"`{file.name}` has two columns named `{twice}`", fix="rename one of them")
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    yield from _batch_rows(batch.slice(start, _BATCH_ROWS))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a column name
-        raise _damaged(file, "Parquet", error) from error
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        text = str(error).partition("\n")[0].rstrip(". ")
+        what = f"`{file.name}` is not a complete {kind} file: {text}"
+        raise UserError(what, fix="copy or download the file again") from error
 
 
 def count_parquet_rows(file: SourceFile) -> int:
     """Return the number of rows according to the footer of a Parquet file."""
     with file.open() as stream:
         return pq.read_metadata(stream).num_rows
-
-
-def arrow_rows(file: SourceFile) -> Iterator[Any]:
-    """Yield the rows of an Arrow file or stream; raise UserError if the file is damaged."""
-    try:
-        with file.open() as stream:
-            for batch in _not_empty(_arrow_batches(stream)):
-                _require_unique_columns(batch.schema, file)
-                for start in range(0, batch.num_rows, _BATCH_ROWS):
-                    yield from _batch_rows(batch.slice(start, _BATCH_ROWS))
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a column name
-        raise _damaged(file, "Arrow", error) from error
 
 
 def _not_empty(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -64,6 +61,11 @@ def _not_empty(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         if num_empty > _MAX_EMPTY_ROWS:
             raise pa.ArrowInvalid(f"{num_empty:,} of its rows contain no data")
         yield batch
+
+
+def _parquet_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(stream) as parquet:
+        yield from parquet.iter_batches(batch_size=_BATCH_ROWS)
 
 
 def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
@@ -79,17 +81,7 @@ def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
     yield from pa.ipc.open_stream(stream)
 
 
-def _require_unique_columns(schema: pa.Schema, file: SourceFile) -> None:
-    duplicate = next((name for name in schema.names if schema.names.count(name) > 1), None)
-    if duplicate is not None:
-        raise UserError(f"`{file.name}` has two columns named `{duplicate}`", fix="rename one of them")
-
-
-def _damaged(file: SourceFile, kind: str, error: Exception) -> Exception:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error
-    text = str(error).partition("\n")[0].rstrip(". ")
-    return UserError(f"`{file.name}` is not a complete {kind} file: {text}", fix="copy or download the file again")
+_TABLES = {"parquet": ("Parquet", _parquet_batches), "arrow": ("Arrow", _arrow_batches)}
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:

@@ -4,7 +4,6 @@ To read rows from another storage, write one class like `local.LocalFile` or `re
 `SOURCES`. Formats (JSONL, CSV, Parquet, ...) and compression are handled by the readers, not by the source.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -13,7 +12,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 from tunewell.config.rules import Storage
 from tunewell.core.errors import UserError
 from tunewell.core.features import extension_entries
-from tunewell.core.files import hub_address, sha256_stream
+from tunewell.core.files import hub_address, is_url, read_table, sha256_stream
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.registry import Entry, Registry
 
@@ -100,35 +99,31 @@ SOURCES = Registry(
     group="sources",
 )
 
-FORMATS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".txt": "txt",
-    ".md": "md",
-    ".markdown": "md",
-    ".arrow": "arrow",
-    ".zip": "zip",
-    **dict.fromkeys((".xlsx", ".xlsm", ".xlsb", ".xls", ".ods"), "excel"),
-}
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+TABLE = read_table(__file__, "files.toml")
+READABLE: str = TABLE["readable"]
+UNREADABLE: dict[str, str] = TABLE["unreadable"]
+"""Extensions that cannot be read -> what to do."""
+BINARY_FORMATS = ("parquet", "arrow", "zip", "excel")
+"""Formats that compress internally and have no encoding."""
 TOKENIZED = "corpus"
 """The format of sources that have tokens: a prepared corpus, packed shards."""
-READABLE = "`.jsonl .json .csv .tsv .parquet .xlsx .txt .md .zip`, also compressed as `.gz` or `.zst`"
-_SAVE_AS_TEXT = "in the program that wrote it: File > Save As > Plain Text (.txt)"
-UNREADABLE = {
-    ".pdf": "extract its text, for example with `pdftotext -layout FILE.pdf FILE.txt`, and check the result",
-    **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".pages"), f"{_SAVE_AS_TEXT}; then use that file"),
-    **dict.fromkeys((".html", ".htm", ".epub"), "convert it to Markdown, for example with `pandoc FILE -o FILE.md`"),
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp"), "images cannot be trained on; use text"),
-    **dict.fromkeys((".mp3", ".wav", ".m4a", ".ogg", ".opus", ".flac"), "audio cannot be trained on; use transcripts"),
-    **dict.fromkeys((".mp4", ".mov", ".mkv", ".webm"), "video cannot be trained on; use transcripts"),
-}
-"""Extensions that cannot be read -> what to do. Renaming such a file would not make it text."""
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options that affect how the bytes of a file become rows."""
+
+    max_row_bytes: int
+    max_nesting: int
+    text_rows: str = "paragraph"
+    encoding: str = "auto"
+    limit: int | None = None
+    format: str = "auto"
+    """The configured format; `auto`: files of exported conversations are detected."""
+    paths: str = "best"
+    assistant: str | None = None
+    gap_hours: float = 8.0
+    separator: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -140,10 +135,16 @@ class SourceFile:
     """The name in ledgers, documents and errors, relative to the config and never absolute."""
     format: str
     compression: str | None = None
+    member: str = ""
+    """The file inside of a `.zip` file."""
 
     def open(self) -> BinaryIO:
         """Open the stored bytes, before decompression."""
-        return self.source.open()
+        if not self.member:
+            return self.source.open()
+        from tunewell.data.sources.zip_member import open_member  # not needed for other files
+
+        return open_member(self.source.open(), self.member)
 
     def sha256(self) -> str:
         """Return the SHA-256 of the stored bytes."""
@@ -155,11 +156,6 @@ class SourceFile:
     def version(self) -> str:
         """Return the version of a remote file, or an empty text."""
         return self.source.version() if isinstance(self.source, VersionedSource) else ""
-
-
-def is_url(path: str) -> bool:
-    """Return whether a path is an address with a scheme, such as `s3://`."""
-    return _SCHEME.match(path) is not None
 
 
 def split_limit(path: str) -> tuple[str, int | None]:
@@ -175,8 +171,7 @@ def split_limit(path: str) -> tuple[str, int | None]:
 
 def find_files(path: str, *, base: Path, options: SourceOptions = _DEFAULTS) -> list[SourceFile]:
     """Return the files of one entry of `data.sources` in a stable order; raise UserError if there are no files."""
-    url = _SCHEME.match(path)
-    scheme = url[1].lower() if url else LOCAL
+    scheme = path.partition("://")[0].lower() if is_url(path) else LOCAL
     if scheme not in SOURCES.names():
         known = ", ".join(f"`{name}://`" for name in SOURCES.names())
         raise UserError(
@@ -190,9 +185,9 @@ def find_files(path: str, *, base: Path, options: SourceOptions = _DEFAULTS) -> 
 def detect_format(name: str) -> tuple[str | None, str | None]:
     """Return the format and the compression of a file name; the format is None if the extension is unknown."""
     path = PurePosixPath(name)
-    compression = COMPRESSIONS.get(path.suffix.lower())
+    compression = TABLE["compressions"].get(path.suffix.lower())
     stem = path.with_suffix("") if compression else path
-    return FORMATS.get(stem.suffix.lower()), compression
+    return TABLE["formats"].get(stem.suffix.lower()), compression
 
 
 def _source_file(source: Source) -> SourceFile:
@@ -202,6 +197,6 @@ def _source_file(source: Source) -> SourceFile:
         raise UserError(f"`{name}`: `{suffix}` files cannot be read", fix=advice)
     if file_format is None:
         raise UserError(f"`{name}` has no known file extension", fix=f"convert the file to one of {READABLE}")
-    if compression and file_format in ("parquet", "arrow", "zip", "excel"):
+    if compression and file_format in BINARY_FORMATS:
         raise UserError(f"`{name}` is compressed twice", fix="decompress it: this format compresses internally")
     return SourceFile(source, source.name, file_format, compression)

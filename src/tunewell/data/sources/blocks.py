@@ -16,11 +16,11 @@ from typing import Any
 import orjson
 
 from tunewell.config.extensions import FORMATS
-from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.conversation import Rejected, attempt, is_object
 from tunewell.data.rows.json_rows import check_nesting, parse_row, text_of
 from tunewell.data.sources.arrow import count_parquet_rows
-from tunewell.data.sources.base import SourceFile
-from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, read_utf8
+from tunewell.data.sources.base import BINARY_FORMATS, ReadOptions, SourceFile
+from tunewell.data.sources.lines import TooLong, detect_encoding, numbered_lines, read_utf8
 from tunewell.data.sources.records import MAX_JSON_BYTES, MAX_NESTING, read_records, too_large
 
 _HEAD_BYTES = 1 << 16
@@ -44,23 +44,6 @@ class Block:
         return len(self.items)
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """Options that affect how the bytes of a file become rows."""
-
-    max_row_bytes: int
-    max_nesting: int
-    text_rows: str = "paragraph"
-    encoding: str = "auto"
-    limit: int | None = None
-    format: str = "auto"
-    """The configured format; `auto`: files of exported conversations are detected."""
-    paths: str = "best"
-    assistant: str | None = None
-    gap_hours: float = 8.0
-    separator: str = "auto"
-
-
 def read_blocks(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
     """Yield the rows of a file in blocks, at most `limit` rows in total."""
     block, digest = Block(), hashlib.sha256()
@@ -82,68 +65,47 @@ def read_blocks(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
 
 def _numbered(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any, bytes]]:
     """Yield the number of each row, the row, and the bytes for its hash."""
-    file = _with_detected_format(file, options)
-    if export := _export_format(file, options):
-        yield from _numbered_items(FORMATS.load(export)(file, options), options)
-        return
-    if file.format != "jsonl":
-        yield from _numbered_records(file, options)
-        return
-    encoding = detect_encoding(file, options.encoding)
-    for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=options.max_row_bytes), start=1):
-        if isinstance(line, TooLong):
-            yield number, *_rejected(too_large(line.num_bytes, options.max_row_bytes))
-        elif line and not line.isspace():
-            yield number, line, line
-
-
-def _numbered_records(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any, bytes]]:
-    records = read_records(
-        file,
-        text_rows=options.text_rows,
-        encoding=options.encoding,
-        max_bytes=options.max_row_bytes,
-        separator=options.separator,
-    )
-    yield from _numbered_items(records, options)
-
-
-def _numbered_items(records: Iterable[tuple[int, Any]], options: ReadOptions) -> Iterator[tuple[int, Any, bytes]]:
-    for number, record in records:
-        if isinstance(record, Rejected):
-            yield number, *_rejected(record)
-            continue
-        # repr is used instead of JSON, because 1 and "1", a date and its text, NaN and null differ for `map` functions.
-        raw = record if isinstance(record, bytes) else repr(record).encode("utf-8", "surrogatepass")
-        if len(raw) > options.max_row_bytes:
-            yield number, *_rejected(too_large(len(raw), options.max_row_bytes))
-        else:
-            yield number, record, raw
-
-
-def _rejected(rejected: Rejected) -> tuple[Rejected, bytes]:
-    return rejected, b"\n" + str(rejected).encode("utf-8", "surrogatepass")  # no line begins with a line feed
-
-
-def _with_detected_format(file: SourceFile, options: ReadOptions) -> SourceFile:
-    """Detect the format from the content: many `.json` files have one object per line; some `.jsonl` are one list."""
     if file.format == "zip":
         from tunewell.data.sources.archive import open_archive  # not needed for other files
 
         file = open_archive(file)
+    if file.format not in BINARY_FORMATS:
+        options = replace(options, encoding=detect_encoding(file, options.encoding))
+        file = _with_detected_format(file, options)
+    export = _export_format(file, options)
+    read = FORMATS.load(export) if export else _json_lines if file.format == "jsonl" else read_records
+    for number, record in read(file, options):
+        # repr is used instead of JSON, because 1 and "1", a date and its text, NaN and null differ for `map` functions.
+        raw = record if isinstance(record, bytes) else repr(record).encode("utf-8", "surrogatepass")
+        row = too_large(len(raw), options.max_row_bytes) if len(raw) > options.max_row_bytes else record
+        if isinstance(row, Rejected):
+            raw = b"\n" + str(row).encode("utf-8", "surrogatepass")  # no line begins with a line feed
+        yield number, row, raw
+
+
+def _json_lines(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
+    for number, line in numbered_lines(file, options):
+        if isinstance(line, TooLong):
+            yield number, too_large(line.num_bytes, options.max_row_bytes)
+        elif line and not line.isspace():
+            yield number, line
+
+
+def _with_detected_format(file: SourceFile, options: ReadOptions) -> SourceFile:
+    """Detect the format from the content: many `.json` files have one object per line; some `.jsonl` are one list."""
     if file.format not in ("json", "jsonl"):
         return file
-    encoding = detect_encoding(file, options.encoding)
-    lines = read_lines(file, encoding=encoding, max_bytes=options.max_row_bytes)
-    first, second = (next((line for line in lines if isinstance(line, TooLong) or line.strip()), b"") for _ in "12")
+    filled = (line for _, line in numbered_lines(file, options) if isinstance(line, TooLong) or line.strip())
+    first, has_more = next(filled, b""), any(True for _ in filled)
+    if isinstance(first, TooLong):
+        return file
     if file.format == "jsonl":
-        is_list = isinstance(first, bytes) and first.strip() == b"["
-        return replace(file, format="json") if is_list else file
+        return replace(file, format="json") if first.strip() == b"[" else file
     try:
-        has_lines = isinstance(first, bytes) and isinstance(orjson.loads(first), dict) and second != b""
+        is_row = is_object(orjson.loads(first))
     except orjson.JSONDecodeError:
-        has_lines = False
-    return replace(file, format="jsonl") if has_lines else file
+        return file
+    return replace(file, format="jsonl") if is_row and has_more else file
 
 
 def _export_format(file: SourceFile, options: ReadOptions) -> str | None:
@@ -153,7 +115,7 @@ def _export_format(file: SourceFile, options: ReadOptions) -> str | None:
     entries = [entry for entry in FORMATS.entries() if file.format in entry.files]
     if not entries:
         return None
-    head = text_of(next(read_utf8(file, detect_encoding(file, options.encoding)), b"")[:_HEAD_BYTES])
+    head = text_of(next(read_utf8(file, options.encoding), b"")[:_HEAD_BYTES])
     return next((entry.name for entry in entries if re.search(entry.head, head, re.DOTALL)), None)
 
 
@@ -161,10 +123,7 @@ def read_parsed(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, A
     """Yield the rows of a file with their numbers, parsed, or `Rejected`; for the readers of exported chats."""
     plain = replace(options, format="messages", limit=None, max_row_bytes=MAX_JSON_BYTES, max_nesting=MAX_NESTING)
     for number, item, _ in _numbered(file, plain):
-        try:
-            yield number, parse_item(item, plain)
-        except Rejected as rejected:
-            yield number, rejected
+        yield number, attempt(parse_item, item, plain)
 
 
 def parse_item(item: Any, options: ReadOptions) -> Any:

@@ -6,12 +6,12 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import IO, BinaryIO, cast
+from typing import IO, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
 from tunewell.data.sources.arrow import decompress_zstd
-from tunewell.data.sources.base import SourceFile
+from tunewell.data.sources.base import ReadOptions, SourceFile
 
 _BLOCK_BYTES = 1 << 20
 MAX_BLANK_BYTES = 4 << 20
@@ -65,7 +65,12 @@ def read_bytes(file: SourceFile) -> Iterator[bytes]:
     """
     try:
         with file.open() as stored:
-            stream, num_blank = _decompress(stored, file.compression), 0
+            stream: IO[bytes] = stored
+            if file.compression == "gzip":
+                stream = cast(IO[bytes], gzip.GzipFile(fileobj=stored))
+            elif file.compression == "zstd":
+                stream = decompress_zstd(stored)
+            num_blank = 0
             while block := stream.read(_BLOCK_BYTES):
                 num_blank = 0 if block.strip(_BLANK) else num_blank + len(block)
                 if num_blank > MAX_BLANK_BYTES:
@@ -80,14 +85,6 @@ def read_bytes(file: SourceFile) -> Iterator[bytes]:
         raise UserError(
             f"`{file.name}` cannot be decompressed: {error}", fix="the file may be truncated; copy or download it again"
         ) from error
-
-
-def _decompress(stored: BinaryIO, compression: str | None) -> IO[bytes]:
-    if compression == "gzip":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=stored))
-    if compression == "zstd":
-        return decompress_zstd(stored)
-    return stored
 
 
 def detect_encoding(file: SourceFile, configured: str) -> str:
@@ -142,6 +139,11 @@ def read_lines(
 ) -> Iterator[bytes | TooLong]:
     """Yield each line as UTF-8, with invalid bytes unchanged; a line over `max_bytes` is yielded as `TooLong`."""
     return split_lines(read_utf8(file, encoding), max_bytes=max_bytes, keep_ends=keep_ends)
+
+
+def numbered_lines(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, bytes | TooLong]]:
+    """Yield each line like `read_lines`, with its number from 1. The encoding must be known."""
+    return enumerate(read_lines(file, encoding=options.encoding, max_bytes=options.max_row_bytes), start=1)
 
 
 def split_lines(blocks: Iterable[bytes], *, max_bytes: int, keep_ends: bool = False) -> Iterator[bytes | TooLong]:

@@ -13,32 +13,18 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import HUB_ID, open_file, parse_json, read_text
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import is_list, is_object
-from tunewell.data.sources.base import READABLE, SourceOptions, detect_format
+from tunewell.data.sources.base import READABLE, TABLE, SourceOptions, detect_format
 
 P = TypeVar("P", bound=PurePath)
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
 _NUM_SUGGESTED = 8
-_DESCRIPTIONS = frozenset(
-    ["manifest", "metadata", "dataset_info", "dataset_infos", "dataset_dict", "state", "index", "stats", "config"]
-)
-"""Names of `.json` files that describe a folder of rows."""
-_NOTICES = frozenset(
-    ["readme", "license", "licence", "notice", "changelog", "source", "contributing", "authors", "citation"]
-)
-"""Names of text files that come with a folder of rows."""
 _MISTYPED = re.compile(r"(s3|r2|hf|https?|gs|az):?/{1,3}(?!/)", re.IGNORECASE)
 """The start of an address without its colon or a slash."""
 _TEXTS = ("txt", "md")
 _STORES = (".git/annex/objects", ".dvc/cache")
 """Folders of a repository where git-annex (DataLad) and DVC keep the files that its links lead to."""
 _CONFIG = "tunewell.yaml"
-_OUTPUTS = (
-    ("manifest.json", "dropped.jsonl", _SPLITS),
-    ("plan.json", "config.yaml", "documents.tsv"),
-    ("proof.json", "proof.safetensors"),
-)
-"""Files of a corpus, of a run and of an export."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +38,16 @@ class LocalFile:
     def find(cls, path: str, *, base: Path, options: SourceOptions | None = None) -> list["LocalFile"]:
         """Return the files of a path, folder or glob in a stable order; raise UserError if there are no files."""
         path = path.removeprefix("file://")
-        full = base / Path(path).expanduser()
-        if full.is_file():
+        listing = _Listing(path, base)
+        full = listing.path
+        if listing.is_file:
             return [cls._of(full, base)]
-        if full.is_dir() or globbing.has_magic(path):
-            listing = _Listing(path, base)
+        if listing.is_folder or globbing.has_magic(path):
             if files := select_row_files(listing.inside):
                 return [cls._of(file, base) for file in files]
             links = len(listing.files) - len(listing.inside)
             where = f"skipped {count(links, 'link')} to files outside of it; name the targets instead"
-            if full.is_dir():
+            if listing.is_folder:
                 what, fix = f"the folder `{path}` contains no readable file", f"put files there: {READABLE}"
                 raise UserError(what, where=where if links else None, fix=fix)
             raise UserError(
@@ -150,11 +136,11 @@ def select_row_files(files: list[P]) -> list[P]:
     rows = [
         file
         for file in files
-        if formats[file] not in _TEXTS and (formats[file] != "json" or file.stem.lower() not in _DESCRIPTIONS)
+        if formats[file] not in _TEXTS and (formats[file] != "json" or file.stem.lower() not in TABLE["descriptions"])
     ]
     texts = [file for file in files if formats[file] in _TEXTS]
     if rows:
-        texts = [file for file in texts if formats[file] == "txt" and file.stem.lower() not in _NOTICES]
+        texts = [file for file in texts if formats[file] == "txt" and file.stem.lower() not in TABLE["notices"]]
     # Without rows and texts, a description is what the user wants to train on.
     return [file for file in files if file in {*rows, *texts}] or files
 
@@ -199,7 +185,7 @@ def _suggest_names(missing: Path) -> str:
 
 def _is_output(folder: Path) -> bool:
     """Return True for a corpus, a run or an export. Their files must not become rows of the next run."""
-    return any(all((folder / name).is_file() for name in names) for names in _OUTPUTS)
+    return any(all((folder / name).is_file() for name in names) for names in TABLE["outputs"])
 
 
 def _saved_dataset(folder: Path) -> list[Path] | None:

@@ -15,7 +15,7 @@ from typing import Any
 from tunewell.config.schema import OPEN
 from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
-from tunewell.core.questions import Asker, Question
+from tunewell.core.questions import Asker, MenuQuestion
 from tunewell.core.units import count
 from tunewell.data.rows.classification import find_labels, is_numeric
 from tunewell.data.rows.column_names import find_candidates, is_labelled_text, match_ignoring_case, suggest_columns
@@ -105,18 +105,18 @@ def _find_encoding(file: SourceFile, found: Recognised, ask: Asker | None) -> No
     encodings = likely_encodings(file)
     if not encodings:
         return
-    names = dict(encodings)
-    is_certain = encodings[0][0] == detect_encoding(file, "auto") == "cp1252"
+    names, likeliest = dict(encodings), encodings[0][0]
+    is_certain = len(encodings) == 1 or likeliest == detect_encoding(file, "auto") == "cp1252"
     answer = None
     if ask is not None and len(encodings) > 1:
-        options = tuple((name, sample) for name, sample in encodings)
-        answer = ask(Question(f"`{file.name}` is not UTF-8. In which line are all letters right?", options))
-    if answer is not None or is_certain or len(encodings) == 1:
-        encoding = answer or ("cp1252" if is_certain else encodings[0][0])
-        found.set("encoding", encoding, f"the file is not UTF-8; read like this, a line is: {names[encoding].strip()}")
+        question = MenuQuestion(f"`{file.name}` is not UTF-8. In which line are all letters right?", tuple(encodings))
+        answer = ask(question)
+    if answer is not None or is_certain:
+        line = names[answer or likeliest].strip()
+        found.set("encoding", answer or likeliest, f"the file is not UTF-8; read like this, a line is: {line}")
         return
     question = f"which encoding has `{file.name}`? It is not UTF-8; possible: {', '.join(names)}"
-    found.leave_open("encoding", question, likeliest=encodings[0][0], flag=f"--encoding {encodings[0][0]}")
+    found.leave_open("encoding", question, likeliest=likeliest, flag=f"--encoding {likeliest}")
 
 
 def _find_separator(file: SourceFile, found: Recognised, ask: Asker | None) -> None:
@@ -126,7 +126,7 @@ def _find_separator(file: SourceFile, found: Recognised, ask: Asker | None) -> N
         return  # the best one is used; a wrong one shows in the names of the columns
     heads = {mark: _columns_with(file, replace(_READ, encoding=encoding, separator=_name(mark))) for mark in marks}
     options = tuple((mark, f"{_SEPARATORS[mark]}: {', '.join(names)}") for mark, names in heads.items() if names)
-    answer = ask(Question(f"What separates the columns of `{file.name}`?", options)) if len(options) > 1 else None
+    answer = ask(MenuQuestion(f"What separates the columns of `{file.name}`?", options)) if len(options) > 1 else None
     if answer is not None:
         found.set("separator", _name(answer), "the character between two columns")
 
@@ -154,7 +154,7 @@ def _first_rows(
         if not senders or found.settings.get("assistant") is not None:
             raise
         options = tuple((name, f"{name} ({count(unknown.senders[name], 'message')})") for name in senders)
-        question = Question(f"{files[0].name} is a chat. Whose messages shall the model learn to write?", options)
+        question = MenuQuestion(f"{files[0].name} is a chat. Whose messages shall the model learn to write?", options)
         if (answer := ask(question) if ask else None) is not None:
             found.set("assistant", answer, "the person whose messages the model learns to write")
         else:
@@ -165,7 +165,7 @@ def _first_rows(
                 likeliest=senders[0],
                 flag=_set_flag("assistant", senders[0]),
             )
-        return list(islice(parsed_rows(files, read_options(found, number)), number))
+        return _first_rows(files, found, limit, ask)
 
 
 def _find_columns(rows: list[dict[str, Any]], name: str, found: Recognised, ask: Asker | None) -> None:
@@ -214,7 +214,7 @@ def _ask_columns(
         return {"text": likeliest["text"]} if "text" in likeliest else None
     first = likeliest.get("question", columns[0])
     question = ask(
-        Question(
+        MenuQuestion(
             f"Which column of `{name}` is the question?",
             (*_likeliest_first(columns, first), (_TEXT, "none: learn one column as plain text")),
             (("first row", ""), *shown),
@@ -223,12 +223,12 @@ def _ask_columns(
     if question is None:
         return None
     if question == _TEXT:
-        text = ask(Question("Which column is the text?", _likeliest_first(columns, texts[0])))
+        text = ask(MenuQuestion("Which column is the text?", _likeliest_first(columns, texts[0])))
         return None if text is None else {"text": text}
     others = [column for column in columns if column != question]
     wanted = [likeliest.get("answer"), *texts]
     answer = ask(
-        Question(
+        MenuQuestion(
             "Which column is the answer?",
             _likeliest_first(others, next(column for column in wanted if column in others)),
         )

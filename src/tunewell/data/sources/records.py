@@ -10,14 +10,14 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
 from tunewell.data.rows.conversation import Rejected, is_list, is_object
 from tunewell.data.rows.json_rows import parse_values, text_of
-from tunewell.data.sources.arrow import arrow_rows, parquet_rows
-from tunewell.data.sources.base import SourceFile
-from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, read_utf8
+from tunewell.data.sources.arrow import table_rows
+from tunewell.data.sources.base import ReadOptions, SourceFile
+from tunewell.data.sources.lines import TooLong, numbered_lines, read_lines, read_utf8
 
 MAX_JSON_BYTES = 512 << 20
 """Maximum size of a `.json` file. Parsing takes about eight times as much memory."""
 MAX_NESTING = 900
-"""Maximum nesting of a file, below orjson's limit of 1,024. Rows have a lower limit, which drops only the row."""
+"""Maximum nesting of a file, below Python's recursion limit. Rows have a lower limit, which drops only the row."""
 _CONVERSATION_KEYS = frozenset({"messages", "conversations", "conversation"})
 
 
@@ -50,7 +50,7 @@ def _json_values(file: SourceFile, encoding: str) -> list[Any]:
 
 def read_json_value(file: SourceFile, *, encoding: str) -> Any:
     """Return the value of a JSON file that contains one object; raise UserError like `read_json_rows`."""
-    rows = _json_values(file, detect_encoding(file, encoding))
+    rows = _json_values(file, encoding)
     return rows[0] if len(rows) == 1 else rows
 
 
@@ -94,24 +94,21 @@ Record = Any
 """A parsed record, or `Rejected` if it could not be read."""
 
 
-def read_records(
-    file: SourceFile, *, text_rows: str, encoding: str, max_bytes: int, separator: str = "auto"
-) -> Iterator[tuple[int, Record]]:
+def read_records(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Record]]:
     """Yield each record, or `Rejected`, with its number from 1; in a `.txt` file, the number of its first line."""
-    if file.format == "parquet":
-        return enumerate(parquet_rows(file), start=1)
-    if file.format == "arrow":
-        return enumerate(arrow_rows(file), start=1)
-    if file.format == "excel":
+    if file.format in ("txt", "md"):
+        return _text_rows(file, options)
+    if file.format in ("parquet", "arrow"):
+        rows = table_rows(file)
+    elif file.format == "excel":
         from tunewell.data.sources.excel import excel_rows  # needs an optional library
 
-        return enumerate(excel_rows(file), start=1)
-    encoding = detect_encoding(file, encoding)
-    if file.format == "json":
-        return enumerate(read_json_rows(file, encoding=encoding), start=1)
-    if file.format in ("csv", "tsv"):
-        return enumerate(_csv_rows(file, encoding, max_bytes, separator), start=1)
-    return _text_rows(file, text_rows, encoding, max_bytes)
+        rows = excel_rows(file)
+    elif file.format == "json":
+        rows = read_json_rows(file, encoding=options.encoding)
+    else:
+        rows = _csv_rows(file, options)
+    return enumerate(rows, start=1)
 
 
 def too_large(num_bytes: int, max_bytes: int) -> Rejected:
@@ -128,15 +125,13 @@ class _RecordTooLarge(Exception):
 class _CsvLines:
     """An iterator that passes lines to the csv module and stops it when a record exceeds the size limit."""
 
-    def __init__(self, file: SourceFile, encoding: str, max_bytes: int) -> None:
-        self._lines = read_lines(file, encoding=encoding, max_bytes=max_bytes, keep_ends=True)
+    def __init__(self, file: SourceFile, options: ReadOptions) -> None:
+        self._max_bytes = options.max_row_bytes
+        self._lines = read_lines(file, encoding=options.encoding, max_bytes=self._max_bytes, keep_ends=True)
         self._waiting: list[str] = []
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
         self.num_lines = 0
-
-    def begin_record(self) -> None:
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """The size of the record so far."""
 
     def __iter__(self) -> "_CsvLines":
         return self
@@ -144,31 +139,30 @@ class _CsvLines:
     def __next__(self) -> str:
         if not self._waiting:
             line = next(self._lines)
-            self._num_bytes += line.num_bytes if isinstance(line, TooLong) else len(line)
+            self.num_bytes += line.num_bytes if isinstance(line, TooLong) else len(line)
             if isinstance(line, TooLong):
                 self.num_lines += 1
-            if self._num_bytes > self._max_bytes or isinstance(line, TooLong):
-                raise _RecordTooLarge(self._num_bytes)
+            if self.num_bytes > self._max_bytes or isinstance(line, TooLong):
+                raise _RecordTooLarge(self.num_bytes)
             # Some files end lines with a bare `\r`. Inside quotes, the csv module joins the parts again.
             self._waiting = re.split(r"(?<=\r)(?!\n)", text_of(line)) if b"\r" in line[:-2] else [text_of(line)]
         self.num_lines += 1
         return self._waiting.pop(0)
 
 
-def _csv_rows(file: SourceFile, encoding: str, max_bytes: int, separator: str) -> Iterator[Record]:
+def _csv_rows(file: SourceFile, options: ReadOptions) -> Iterator[Record]:
     # The field limit of the csv module is global to the process and lower than the configured row limit.
-    csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
-    lines = _CsvLines(file, encoding, max_bytes)
-    reader, names = _csv_head(file, lines, encoding, separator)
+    csv.field_size_limit(max(options.max_row_bytes, csv.field_size_limit()))
+    lines = _CsvLines(file, options)
+    reader, names = _csv_head(file, lines, options)
     while True:
-        lines.begin_record()
-        first_line = lines.num_lines + 1
+        lines.num_bytes, first_line = 0, lines.num_lines + 1
         try:
             values = next(reader)
         except StopIteration:
             return
         except _RecordTooLarge as record:
-            yield too_large(record.num_bytes, max_bytes)
+            yield too_large(record.num_bytes, options.max_row_bytes)
             continue
         except csv.Error as error:
             yield Rejected("unparsable", f"{error} (line {first_line})")
@@ -194,21 +188,19 @@ def likely_separators(file: SourceFile, encoding: str) -> list[str]:
     return sorted((mark for mark, (share, _) in found.items() if share == best), key=lambda mark: -found[mark][1])
 
 
-def _csv_head(
-    file: SourceFile, lines: _CsvLines, encoding: str, separator: str
-) -> tuple[Iterator[list[str]], list[str]]:
+def _csv_head(file: SourceFile, lines: _CsvLines, options: ReadOptions) -> tuple[Iterator[list[str]], list[str]]:
     """Read the column names and detect the separator from the first lines, unless it is set."""
     try:
         head = next((line for line in lines if line.strip()), "")
         delimiters = "\t" if file.format == "tsv" else _DELIMITERS
-        if separator != "auto":
-            delimiters = "\t" if separator == "tab" else separator
+        if options.separator != "auto":
+            delimiters = "\t" if options.separator == "tab" else options.separator
         if named := _SEPARATOR_LINE.fullmatch(head.strip("\r\n")):
             delimiters, head = named[1], next((line for line in lines if line.strip()), "")
         widths = {mark: len(next(csv.reader([head], delimiter=mark), list[str]())) for mark in delimiters}
         delimiter = max(widths, key=widths.__getitem__)
         if sum(width > 1 for width in widths.values()) > 1:
-            delimiter = next(iter(likely_separators(file, encoding)), delimiter)
+            delimiter = next(iter(likely_separators(file, options.encoding)), delimiter)
         reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, list[str]())]
     except (_RecordTooLarge, csv.Error) as error:
@@ -233,12 +225,12 @@ def _csv_head(
     return reader, names
 
 
-def _text_rows(file: SourceFile, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
+def _text_rows(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Record]]:
     """Split a text file into lines, into paragraphs at blank lines, or not at all.
 
     A heading is never a paragraph of its own: it stays with the next paragraph. A Markdown code block is not split.
     """
-    held: list[str] = []
+    held, max_bytes = list[str](), options.max_row_bytes
     num_held = first = paragraph = num_headings = 0
     is_code = False
 
@@ -248,13 +240,13 @@ def _text_rows(file: SourceFile, text_rows: str, encoding: str, max_bytes: int) 
         elif held:
             yield first, {"text": "\n".join(held).rstrip("\n")}
 
-    for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=max_bytes), start=1):
+    for number, line in numbered_lines(file, options):
         is_blank = not isinstance(line, TooLong) and not line.strip()
         if file.format == "md" and isinstance(line, bytes) and line.lstrip().startswith((b"```", b"~~~")):
             is_code = not is_code
         if is_blank and not num_held:
             continue
-        if is_blank and text_rows == "paragraph" and not is_code:
+        if is_blank and options.text_rows == "paragraph" and not is_code:
             if num_held > max_bytes or num_headings == _MAX_HEADINGS or not _is_heading(held[paragraph:]):
                 yield from finished()
                 held, num_held, num_headings = [], 0, 0
@@ -270,7 +262,7 @@ def _text_rows(file: SourceFile, text_rows: str, encoding: str, max_bytes: int) 
             held = []
         elif not isinstance(line, TooLong):
             held.append(text_of(line))
-        if text_rows == "line":
+        if options.text_rows == "line":
             yield from finished()
             held, num_held = [], 0
     yield from finished()

@@ -1,5 +1,8 @@
 """Limits of one template rendering: processor time, memory, size of each value and recursion depth."""
 
+# pyright: basic
+# A template can make values of any type.
+
 from __future__ import annotations
 
 import sys
@@ -18,9 +21,7 @@ MAX_NESTING = 200
 """Maximum nesting of containers. Hashing nested tuples recurses in C without a depth check."""
 
 _SCALARS = frozenset((str, int, float, bool, NoneType))
-_DICT: type[Any] = dict
-_LIST: type[Any] = list
-_LISTS: tuple[type[Any], ...] = (list, tuple, *map(type, (_DICT().keys(), _DICT().values(), _DICT().items())))
+_LISTS = (list, tuple, *map(type, ({}.keys(), {}.values(), {}.items())))
 
 
 class TemplateFailed(Exception):
@@ -90,7 +91,7 @@ class Budget:
             for item in level:
                 if isinstance(item, str):
                     num_chars += len(item) + 2
-                elif isinstance(item, _DICT):
+                elif isinstance(item, dict):
                     num_chars += 4 * len(item) + 2
                     self.require_chars(num_chars)
                     below.extend(item)
@@ -101,7 +102,7 @@ class Budget:
                     below.extend(item)
                 elif isinstance(item, TemplateNamespace):
                     num_chars += 16
-                    below.append(object.__getattribute__(item, "contents"))
+                    below.append(item._Namespace__attrs)
                 else:
                     num_chars += 2 + item.bit_length() // 3 if isinstance(item, int) else 16
             self.require_chars(num_chars)
@@ -126,14 +127,14 @@ class Budget:
 
     def admit_container(self, value: Any) -> Any:
         """Check that a value is small enough for `x in value`; a dict costs the same at any size."""
-        self.charge(16 if type(value) is _DICT or not hasattr(value, "__len__") else 16 + len(value))
-        return value if type(value) is _DICT else self.admit(value)
+        self.charge(16 if type(value) is dict or not hasattr(value, "__len__") else 16 + len(value))
+        return value if type(value) is dict else self.admit(value)
 
     def created(self, value: Any, item_bytes: int = 0) -> Any:
         """Charge a new value and return it; an iterator is wrapped so that it charges each item."""
         if isinstance(value, str):
             self.require_chars(len(value))
-        elif type(value) is _LIST:
+        elif type(value) is list:
             self.charge(item_bytes * len(value))
         elif type(value) not in _SCALARS and is_iterator(value):
             return self.charge(1_024, (self.charge(64 + sys.getsizeof(item), item) for item in value))
@@ -147,17 +148,14 @@ def is_iterator(value: object) -> TypeGuard[Iterator[Any]]:
 
 
 class TemplateNamespace(Namespace):
-    """The global `namespace`. It rejects names that start with an underscore, and its size can be measured."""
+    """The global `namespace`. It rejects names that start with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # without `self`, so that `namespace(self=...)` works
         Namespace.__init__(args[0])
-        object.__setattr__(args[0], "contents", {})
         for name, value in dict(*args[1:], **kwargs).items():
             args[0][name] = value
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        # `namespace({1: 2})` has keys that are not text, unlike the type in the base class.
-        if isinstance(name, str) and name.startswith("_"):  # pyright: ignore[reportUnnecessaryIsInstance]
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):  # `namespace({1: 2})` has names that are not text
             raise SecurityError(f"a namespace cannot contain {name!r}: names must not start with an underscore")
-        object.__getattribute__(self, "contents")[name] = value
         super().__setitem__(name, value)

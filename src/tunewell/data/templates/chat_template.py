@@ -17,29 +17,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from jinja2 import Template, TemplateSyntaxError, meta, nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import TemplateError
-from jinja2.runtime import Context
 
 from tunewell.core.errors import UserError
 from tunewell.core.text import shorten
-from tunewell.data.rows.conversation import Message, is_list
+from tunewell.data.rows.conversation import REASONING_KEYS, Message, is_list
 from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
-
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-
-
-class _NotPlain(Exception):
-    """Raised for a value that is not text, a number, a list or a dict."""
 
 
 def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
     """Return messages and tools as plain data with all reasoning fields, and their size in characters."""
-    try:
-        size = _plain_size(messages) + (_plain_size(tools) if tools is not None else 0)
-    except _NotPlain:
-        messages, tools = plain_data(messages), plain_data(tools)
-        size = _plain_size(messages) + _plain_size(tools)
+    messages, tools = plain_data(messages), plain_data(tools)
     for message in messages:
         if type(message) is not dict:
             raise TemplateFailed(
@@ -48,49 +37,28 @@ def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -
     for tool in tools or ():
         if type(tool) is not dict:
             raise TemplateFailed("a tool must be a JSON schema (an object)")
-    for message in messages:
-        if "reasoning_content" in message or "thinking" in message or "reasoning" in message:
-            return [_with_reasoning(each) for each in messages], tools, size
-    return messages, tools, size
+    return [_with_reasoning(message) for message in messages], tools, len(repr((messages, tools)))
 
 
 def _with_reasoning(message: Message) -> Message:
-    reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _plain_size(value: Any) -> int:
-    """Return the number of characters of plain data, which needs no copy; raise `_NotPlain` for other values."""
-    kind = type(cast(object, value))
-    if kind is str:
-        return len(value)
-    if kind is dict:
-        size = 0
-        for key, item in value.items():
-            size += len(key) if type(key) is str else _plain_size(key)
-            size += len(item) if type(item) is str else _plain_size(item)
-        return size
-    if kind is list or kind is tuple:
-        return sum(map(_plain_size, value))
-    if value is None or kind is int or kind is float or kind is bool:
-        return 8
-    raise _NotPlain
 
 
 def plain_data(value: Any) -> Any:
     """Return a copy that has only text, numbers, lists and dicts, so that templates cannot call other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if isinstance(value, dict | Mapping):
+        return {plain_data(key): plain_data(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {plain_data(key): plain_data(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if is_list(value):
         return [plain_data(item) for item in value]
     if isinstance(value, tuple):
@@ -124,7 +92,7 @@ class ChatTemplate:
     """A compiled template with its special tokens, arguments and date.
 
     `strftime_now` always returns midnight of `date`. A rendering may take `time_limit_seconds` of processor time, and a
-    text may have `size_limit_chars` plus four times the input. Several threads can use a template at the same time.
+    text may have `size_limit_chars` plus four times the input. Threads that use a template take turns.
     """
 
     def __init__(
@@ -141,7 +109,6 @@ class ChatTemplate:
         self.name = name
         self.source = source
         self.date = date
-        self._now = _midnight(date)
         self._asks = False
         self._end = ""
         self._limits = (time_limit_seconds, size_limit_chars)
@@ -152,20 +119,20 @@ class ChatTemplate:
             )
         self._special_tokens = dict(special_tokens)
         self._arguments = plain_data(dict(arguments))
-        self._threads = threading.local()
-        sandbox = TemplateSandbox(self._now)
+        self._sandbox, self._lock = TemplateSandbox(_midnight(date)), threading.Lock()
         try:
-            self._code = sandbox.compile_template(source)
-            parsed = sandbox.parse(source)
+            constants = {**self._sandbox.globals, "documents": None, **special_tokens, **self._arguments}
+            self._template = self._sandbox.compile_template(source, constants)
+            parsed = self._sandbox.parse(source)  # compiling has changed the syntax tree
+            self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
+            self.variables = frozenset(meta.find_undeclared_variables(parsed))
+            """Undeclared variables of the template: `messages`, `bos_token` and others."""
         except TemplateSyntaxError as error:
             raise TemplateFailed(f"line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError) as error:
             raise TemplateLimit("the expressions of the template are nested too deeply") from error
         except (TemplateError, *_TEMPLATE_ERRORS, SyntaxError) as error:
             raise TemplateFailed(f"the template does not compile: {error}") from error
-        self.variables = frozenset(meta.find_undeclared_variables(parsed))
-        """Undeclared variables of the template: `messages`, `bos_token` and others."""
-        self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
 
     @property
     def bos(self) -> str:
@@ -175,15 +142,9 @@ class ChatTemplate:
     @cached_property
     def probe_tools(self) -> list[dict[str, Any]] | None:
         """The tools with which the template renders a question: None, or one tool if it fails without tools."""
-        try:
-            self.render([{"role": "user", "content": "x"}])
-        except TemplateFailed:
-            try:
-                self.render([{"role": "user", "content": "x"}], _PROBE_TOOLS)
-            except TemplateFailed:
-                return None
-            return _PROBE_TOOLS
-        return None
+        asked = [{"role": "user", "content": "x"}]
+        needs_tools = self.try_render(asked) is None and self.try_render(asked, _PROBE_TOOLS) is not None
+        return _PROBE_TOOLS if needs_tools else None
 
     @cached_property
     def special_variables(self) -> tuple[str, ...]:
@@ -220,18 +181,13 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation; raise `TemplateFailed` if the template rejects it."""
         try:
-            thread_template = self._threads.template
-        except AttributeError:
-            thread_template = self._threads.template = _ThreadTemplate(
-                self._code, self._now, self._special_tokens | self._arguments
-            )
-        try:
             messages, tools, size = to_template_data(messages, tools)
             asks = add_generation_prompt or self._asks
             variables = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
             seconds, chars = self._limits
-            thread_template.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
-            text = thread_template.render(variables)
+            with self._lock:
+                self._sandbox.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
+                text = self._sandbox.render(self._template, variables)
             ends = self._end and not asks and messages[-1].get("role") == "assistant"
             return text + self._end if ends and not messages[-1].get("tool_calls") else text
         except (RecursionError, MemoryError) as error:
@@ -240,6 +196,15 @@ class ChatTemplate:
             raise TemplateFailed(shorten(str(error.message), _SHOWN_CHARS)) from error
         except _TEMPLATE_ERRORS as error:
             raise TemplateFailed(shorten(f"{type(error).__name__}: {error}", _SHOWN_CHARS)) from error
+
+    def try_render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str | None:
+        """Return the text of a conversation, or None if the template rejects it."""
+        try:
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        except TemplateFailed:
+            return None
 
     def question_in(self, prompt: str) -> str:
         """Return the last message of the user in a decoded prompt.
@@ -280,21 +245,6 @@ def _spaced(text: str) -> str:
 _MARK = re.compile(r"<\|[^<>|\s]*\|>|</?s>|<(?:start|end)_of_turn>|\[/?(?:INST|SYSTEM_PROMPT)\]|<</?SYS>>")
 """Marks with which chat templates begin and end messages."""
 _ROLE_LINE = re.compile(r"\A\s*(?:system|user|assistant|model|tool|developer|human)\s*(?:\n|\Z)", re.IGNORECASE)
-
-
-class _ThreadTemplate:
-    """A compiled template with the sandbox of one thread."""
-
-    def __init__(self, code: Any, now: datetime, constants: Mapping[str, Any]) -> None:
-        self._sandbox = TemplateSandbox(now)
-        self._template = Template.from_code(self._sandbox, code, {})
-        self._constants = {**self._sandbox.globals, "documents": None, **constants}
-        self.budget = self._sandbox.budget
-
-    def render(self, variables: dict[str, Any]) -> str:
-        known = self._constants | variables
-        context = Context(self._sandbox, known, None, self._template.blocks)
-        return self._sandbox.concat(self._template.root_render_func(context))
 
 
 def _midnight(date: str) -> datetime:
@@ -343,23 +293,16 @@ def required_markers(
 def _probe(template: ChatTemplate) -> str:
     """Return renderings of short conversations, or the source of the template if it rejects all of them."""
     turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
-    texts: list[str] = []
-    for messages, asks in ((turns, True), (turns[1:], True), (turns[1:2], True), (turns[1:], False)):
-        try:
-            texts.append(template.render(messages, template.probe_tools, add_generation_prompt=asks))
-        except TemplateFailed:
-            continue
-    return "\n".join(texts) or template.source
+    probes = ((turns, True), (turns[1:], True), (turns[1:2], True), (turns[1:], False))
+    texts = [template.try_render(part, template.probe_tools, add_generation_prompt=asks) for part, asks in probes]
+    return "\n".join(text for text in texts if text is not None) or template.source
 
 
 def _unknown_end(template: ChatTemplate, known: Sequence[str]) -> list[str]:
     """Return the text that ends a reply like a marker, if none of the known markers ends it."""
     roles = ("user", "assistant") * 2
     turns = [{"role": role, "content": text} for role, text in zip(roles, _PROBE_TEXTS, strict=True)]
-    try:
-        text = template.render(turns, template.probe_tools)
-    except TemplateFailed:
-        return []
+    text = template.try_render(turns, template.probe_tools) or ""
     after_last = text.rpartition(_PROBE_TEXTS[3])[2]
     between = text.partition(_PROBE_TEXTS[1])[2].partition(_PROBE_TEXTS[2])[0]
     for after in (after_last, between):

@@ -30,11 +30,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import wraps
-from types import CodeType
+from functools import partial, wraps
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -62,9 +61,6 @@ def _names(text: str) -> frozenset[str]:
 
 
 _TEMPLATE_FUNCTIONS = frozenset((Macro, LoopContext, BlockReference))
-_PUBLIC_ATTRIBUTES = {
-    kind: frozenset(name for name in dir(kind) if not name.startswith(("_", "format"))) for kind in (str, LoopContext)
-}
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _FREE_FILTERS = _names("count d default first last length")
 _TEXT_FILTERS = _names(
@@ -82,29 +78,22 @@ _COSTLY_TESTS = _names(
 _NUMERIC = frozenset(("round", "odd", "even", "divisibleby"))
 _BYTES_METHODS = frozenset(("encode", "to_bytes", "from_bytes"))
 
-# Upper bounds for results that can be larger than all operands together, by name of the filter or text method.
-_RESULT_CHARS: dict[str, Callable[..., int]] = {
-    "batch": lambda _, linecount, fill_with=None: linecount,
-    "center": lambda _, width=80, fillchar="": width,
-    "expandtabs": lambda text, tabsize=8: len(text) + text.count("\t") * tabsize,
-    "indent": lambda text, width=4, first=False, blank=False: (len(text) + 1) * _num_chars(width),
-    "ljust": lambda _, width, fillchar="": width,
-    "replace": lambda text, old, new, count=0: len(str(text)) + str(text).count(str(old)) * len(str(new)),
-    "rjust": lambda _, width, fillchar="": width,
-    "round": lambda _, precision=0, method="": 100 * abs(precision),
-    "slice": lambda _, slices, fill_with=None: slices,
-    "translate": lambda text, table: len(text) * _longest(table),
-    "zfill": lambda _, width: width,
-}
+_GROWING = _names("batch center expandtabs indent ljust rjust round slice translate zfill")
+"""Filters and text methods whose result can be larger than all operands, by the value or the length of an argument."""
 
 
-def _num_chars(width: Any) -> int:
-    return len(width) if isinstance(width, str) else width if isinstance(width, int) else 1
+def _width(argument: Any) -> int:
+    """Return the number of characters that an argument can make of one."""
+    if isinstance(argument, str):
+        return len(argument)
+    if isinstance(argument, dict | list | tuple):
+        items = argument.values() if isinstance(argument, dict) else argument
+        return max((len(item) for item in items if isinstance(item, str)), default=1)
+    return abs(argument) if isinstance(argument, int) else 1
 
 
-def _longest(table: Any) -> int:
-    texts = table.values() if isinstance(table, dict) else table
-    return max((len(text) for text in texts if isinstance(text, str)), default=1)
+def _replaced_chars(text: Any, old: Any, new: Any, count: Any = None) -> int:
+    return len(str(text)) + str(text).count(str(old)) * len(str(new))
 
 
 class TemplateDict:
@@ -186,14 +175,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             "lipsum": _refuse,
         }
 
-    def compile_template(self, source: str) -> CodeType:
-        """Compile a template with its checks. The code can run in the sandbox of any thread."""
+    def compile_template(self, source: str, constants: dict[str, Any]) -> Template:
+        """Compile a template with its checks; `constants` are its global variables."""
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateLimit(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
         parsed = self.parse(source)
         if sum(1 for _ in parsed.find_all(nodes.Node)) > MAX_NODES:
             raise TemplateLimit(f"the template has more than {MAX_NODES:,} syntax nodes")
-        return self.compile(_CheckInserter(self).visit(parsed))
+        return Template.from_code(self, self.compile(_CheckInserter(self).visit(parsed)), constants)
+
+    def render(self, template: Template, variables: dict[str, Any]) -> str:
+        """Render a compiled template."""
+        return self.concat(template.root_render_func(template.new_context(variables)))
 
     def concat(self, parts: Iterable[str]) -> str:
         """Join the output of a block, a macro or the template."""
@@ -208,15 +201,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return an attribute or item, with a fast path for common objects."""
-        kind = type(obj)
-        if kind is dict:
-            if attribute not in _DICT_ATTRIBUTES:
-                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        elif kind is TemplateNamespace:
-            if attribute in (contents := object.__getattribute__(obj, "contents")):
-                return contents[attribute]
-        elif (kind is str or kind is LoopContext) and attribute in _PUBLIC_ATTRIBUTES[kind]:
-            return self.budget.charge(64, getattr(obj, attribute))
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return self.budget.charge(64, super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -254,13 +240,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             result = super().call(__context, __obj, *args, **kwargs)
             budget.depth -= 1
             return result
-        args = tuple(map(budget.admit, args))
-        kwargs = {key: budget.admit(value) for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
         owner = getattr(__obj, "__self__", None)
         if owner is not None and __obj.__name__ in _BYTES_METHODS:
             raise TemplateFailed(f"`{__obj.__name__}` is not available in chat templates")
         if isinstance(owner, str):
-            return __self._call_text_method(__obj, args, kwargs)
+            name = __obj.__name__
+            if name == "join" and args:
+                args = (__self._joinable(budget.admit_items(args[0]), owner), *args[1:])
+            method = getattr(type(owner), name)
+            return __self._apply(name, method, owner, args, kwargs, is_slow=name == "striptags")
+        args = tuple(map(budget.admit, args))
+        kwargs = {key: budget.admit(value) for key, value in kwargs.items()}
         format_method = getattr(__obj, "__wrapped__", None)  # Jinja wraps `str.format` and `str.format_map`
         if format_method is not None:
             __self._require_small_format(format_method.__self__, (args, kwargs))
@@ -268,67 +259,67 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         budget.charge(4 * budget.measure((args, kwargs)))
         return budget.created(super().call(__context, __obj, *args, **kwargs))
 
-    def _call_text_method(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        text, name = method.__self__, method.__name__
-        if name == "join" and args:
-            args = (self._joinable(self.budget.admit_items(args[0]), text), *args[1:])
-        elif name in ("split", "rsplit", "splitlines"):
-            separator = args[0] if args else kwargs.get("sep")
-            self.budget.charge(64 * (text.count(separator) if separator and isinstance(separator, str) else len(text)))
-        elif name == "striptags":
-            self._require_short(text)
-        self._require_small_result(name, text, args, kwargs)
-        self.budget.charge(sys.getsizeof(text))
-        return self.budget.created(method(*args, **kwargs))
-
     def _checked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a filter or a test with checks of its input and its result."""
         # Jinja passes its context, or a part of it, as an additional first argument to functions with this attribute.
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
-        takes_items = name in _ITEM_FILTERS
+        admit_value = self.budget.admit_items if name in _ITEM_FILTERS else self.budget.admit
         is_slow = name not in _ITEM_FILTERS | _TEXT_FILTERS | _COSTLY_TESTS
-        budget = self.budget
 
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            jinja_args, args = args[:first], args[first:]
-            value = budget.admit_items(args[0]) if takes_items else budget.admit(args[0])
-            args = tuple(map(budget.admit, args[1:]))
-            kwargs = {key: budget.admit(argument) for key, argument in kwargs.items()}
+            value = admit_value(args[first])
             if name == "join":
-                value = self._joinable(value, str([*args, kwargs.get("d", "")][0]))
-            elif name == "sum":
-                value = list(value)
-                if any(isinstance(start, list | tuple) for start in (*args, *kwargs.values())):
-                    budget.require_chars(budget.measure(value) * len(value))  # each addition copies the whole list
-            elif name == "format":
-                self._require_small_format(str(value), (args, kwargs))
-            elif is_slow:
-                self._require_short(value, args, kwargs)
-            self._require_small_result(name, value, args, kwargs)
-            return budget.created(function(*jinja_args, value, *args, **kwargs), item_bytes=128)
+                separators = map(self.budget.admit, [*args[first + 1 :], kwargs.get("d", "")])
+                value = self._joinable(value, str(next(separators)))
+            call = partial(function, *args[:first])
+            return self._apply(name, call, value, args[first + 1 :], kwargs, is_slow=is_slow)
 
         return checked
+
+    def _apply(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        value: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_slow: bool,
+    ) -> Any:
+        """Apply a filter, a test or a text method; raise TemplateLimit if its operands or result would be too large."""
+        budget = self.budget
+        args = tuple(map(budget.admit, args))
+        kwargs = {key: budget.admit(argument) for key, argument in kwargs.items()}
+        operands = (*args, *kwargs.values())
+        if name == "sum":
+            value = list(value)
+            if any(isinstance(start, list | tuple) for start in operands):
+                budget.require_chars(budget.measure(value) * len(value))  # each addition copies the whole list
+        elif name == "format":
+            self._require_small_format(str(value), (args, kwargs))
+        elif name == "replace":
+            budget.require_chars(_replaced_chars(value, *args, **kwargs))
+        elif name in _GROWING:
+            width = max(map(_width, operands), default=1)
+            budget.require_chars(width * (len(value) + 1 if isinstance(value, str | list | tuple) else 100))
+        elif is_slow and budget.measure((value, operands)) > MAX_SLOW_CHARS:
+            raise TemplateLimit(f"the template passes more than {MAX_SLOW_CHARS:,} characters to a slow filter")
+        if name in _NUMERIC and not isinstance(value, int | float):
+            raise TypeError(f"`{name}` needs a number")
+        if isinstance(value, str):
+            if name in ("split", "rsplit", "splitlines"):
+                separator = next((text for text in operands if text and isinstance(text, str)), None)
+                budget.charge(64 * (value.count(separator) if separator else len(value)))
+            # In the worst case, methods such as `rfind` and `strip` take quadratic time.
+            other = sum(len(text) for text in operands if type(text) is str)
+            budget.charge(sys.getsizeof(value) + (len(value) * other >> 3))
+        return budget.created(function(value, *args, **kwargs), item_bytes=128)
 
     def _joinable(self, items: Any, separator: str) -> list[Any]:
         items = list(items)
         self.budget.require_chars(self.budget.measure(items) + len(items) * len(separator))
         return items
-
-    def _require_short(self, *values: Any) -> None:
-        if self.budget.measure(values) > MAX_SLOW_CHARS:
-            raise TemplateLimit(f"the template passes more than {MAX_SLOW_CHARS:,} characters to a slow filter")
-
-    def _require_small_result(self, name: str, value: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
-        if name in _NUMERIC and not isinstance(value, int | float):
-            raise TypeError(f"`{name}` needs a number")
-        if predict := _RESULT_CHARS.get(name):
-            self.budget.require_chars(predict(value, *args, **kwargs))
-        if isinstance(value, str):
-            # In the worst case, methods such as `rfind` and `strip` take quadratic time.
-            self.budget.charge(
-                len(value) * sum(len(text) for text in (*args, *kwargs.values()) if type(text) is str) >> 3
-            )
 
     def _require_small_format(self, pattern: str, values: Any) -> None:
         """Reject `pattern % values` or `pattern.format(values)` with a large width or many large fields."""
@@ -348,7 +339,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     ) -> str:
         if indent is None and separators is None:
             return json.dumps(x, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
-        self.budget.require_chars(_num_chars(indent))
+        self.budget.require_chars(_width(indent))
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         chunks, num_chars = [], 0
         for chunk in encoder.iterencode(x):
@@ -405,17 +396,12 @@ class _CheckInserter(NodeTransformer):
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        if not isinstance(node.key, nodes.Const):
-            node.key = self._check("(admit)", node.key)
+        node.key = self._check("(admit)", node.key)
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        is_search = node.ops[0].op in ("in", "notin")
-        if len(node.ops) == 1 and (_is_constant(node.ops[0].expr) or (_is_constant(node.expr) and not is_search)):
-            return node  # comparing with a constant is cheap
-        if not _is_constant(node.expr):
-            node.expr = self._check("(admit)", node.expr)
+        node.expr = self._check("(admit)", node.expr)
         for operand in node.ops:
             operand.expr = self._check("(container)" if operand.op in ("in", "notin") else "(admit)", operand.expr)
         return node
@@ -429,8 +415,3 @@ def _created_bytes(node: nodes.Node) -> int:
     if isinstance(node, nodes.Macro | nodes.CallBlock | nodes.For):
         return 512
     return 64 if isinstance(node, nodes.List | nodes.Tuple | nodes.Dict) else 8
-
-
-def _is_constant(node: nodes.Expr) -> bool:
-    items = node.items if isinstance(node, nodes.List | nodes.Tuple) else [node]
-    return all(isinstance(item, nodes.Const) for item in items)

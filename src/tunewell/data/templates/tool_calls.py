@@ -11,13 +11,16 @@ from functools import lru_cache
 from typing import Any
 
 from tunewell.data.rows.conversation import Conversation, Message, is_list, is_object, objects_in
-from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
+from tunewell.data.templates.chat_template import ChatTemplate
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 _TOOLS = re.compile(r"<tools>\s*([\[{].*?)\s*</tools>", re.DOTALL)
-_HERMES = re.compile(r"\s*You are a function calling AI model\b")
-_QWEN = re.compile(r"\s*# Tools\n\nYou may call one or more functions\b")
+_SYSTEM = re.compile(
+    r"\s*You are a function calling AI model\b|(?P<own>.*?)\s*# Tools\n\nYou may call one or more functions\b",
+    re.DOTALL,
+)
+"""The system messages of Hermes and of Qwen, which begins with the user's own text."""
 
 
 def renders_tool_calls(template: ChatTemplate) -> bool:
@@ -63,18 +66,11 @@ def _converted(message: Message, conversation: Conversation, *, has_tools: bool)
             return [{**message, "content": text, "tool_calls": [{"type": "function", "function": c} for c in calls]}]
     elif role in ("tool", "user") and (found := _RESPONSE.findall(content)) and not _RESPONSE.sub("", content).strip():
         return [{**message, "role": "tool", "content": text} for text in found]
-    elif role == "system" and has_tools and conversation.tools is None and (tools := _listed_tools(content)):
-        before = "" if _HERMES.match(content) else _before_tools(content)
-        if before is not None:
-            conversation.tools = tools
-            return [{**message, "content": before}] if before else []
+    elif role == "system" and has_tools and conversation.tools is None and (known := _SYSTEM.match(content)):
+        conversation.tools = _listed_tools(content)
+        if conversation.tools is not None:
+            return [{**message, "content": known["own"]}] if known["own"] else []
     return [message]
-
-
-def _before_tools(content: str) -> str | None:
-    """Return the user's own system text before Qwen's list of tools, or None for an unknown form."""
-    start = _QWEN.search(content)
-    return content[: start.start()].rstrip() if start else None
 
 
 def _listed_tools(content: str) -> list[Any] | None:
@@ -111,10 +107,7 @@ def _argument_form(template: ChatTemplate) -> type | None:
             {"role": "tool", "content": "r", "tool_call_id": "call00001", "name": "f"},
         ]
         for messages in (turns, turns[:2]):
-            try:
-                text = template.render(messages)
-            except TemplateFailed:
-                continue
+            text = template.try_render(messages) or ""
             if "probe" in text and '\\"probe' not in text and "'probe'" not in text:
                 return form
     return None

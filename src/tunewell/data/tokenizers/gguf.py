@@ -4,12 +4,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import is_list
 from tunewell.data.tokenizers import sentencepiece
-from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_table, looks_like_marker, prepend_bos
+from tunewell.data.tokenizers.loaded import LoadedTokenizer
+from tunewell.data.tokenizers.parts import add_tokens, load_table, prepend_bos
 from tunewell.data.tokenizers.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SentencePieceModel
 from tunewell.model_files.gguf import read_metadata
 
@@ -26,7 +27,7 @@ _SPECIAL_IDS = {
 _LLAMA_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 
 
-def load_gguf(path: Path) -> TokenizerParts:
+def load_gguf(path: Path) -> LoadedTokenizer:
     """Read the tokenizer of a GGUF file; raise UserError for an unsupported model or pre-tokenizer."""
     metadata = read_metadata(path)
     kind = metadata.get("tokenizer.ggml.model")
@@ -49,7 +50,7 @@ def load_gguf(path: Path) -> TokenizerParts:
     if adds_bos:
         prepend_bos(backend, special["bos_token"])
     template = metadata.get("tokenizer.chat_template")
-    return TokenizerParts(backend, special, template if isinstance(template, str) and template else None, adds_bos)
+    return LoadedTokenizer(backend, special, template if isinstance(template, str) and template else None, adds_bos)
 
 
 def _vocabulary(metadata: dict[str, Any], path: Path) -> tuple[list[str], list[int]]:
@@ -92,14 +93,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], p
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_built_in)]
     )
     backend.decoder = decoders.ByteLevel()
-    add_tokens(
-        backend,
-        [
-            AddedToken(token, special=kind != USER_DEFINED or looks_like_marker(token), normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-        ],
-    )
+    add_tokens(backend, sentencepiece.marker_tokens(tokens, types, is_normalized=False))
     return backend
 
 

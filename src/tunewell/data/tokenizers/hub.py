@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json
 from tunewell.data.rows.conversation import is_list, is_object
-from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_table
+from tunewell.data.tokenizers.loaded import LoadedTokenizer
+from tunewell.data.tokenizers.parts import add_tokens, load_table
 from tunewell.model_files.files import ModelFiles
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -23,10 +24,10 @@ class SpecialTokenTable:
 
     def __init__(self, files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> None:
         self.config = files.read_object("tokenizer_config.json")
-        self.model_type = files.read_object("config.json").get("model_type")
+        model_type = files.read_object("config.json").get("model_type")
         name = self.config.get("tokenizer_class")
         self.class_name = name.removesuffix("Fast") if isinstance(name, str) else None
-        if self.model_type in load_table("transformers")["file_as_it_is"]:
+        if model_type in load_table("transformers")["file_as_it_is"]:
             self.class_name = None
         values: dict[str, Any] = dict(load_table("transformers")["class_tokens"].get(self.class_name or "", {}))
         values |= {key: value for key, value in self.config.items() if _names_tokens(key)}
@@ -36,17 +37,13 @@ class SpecialTokenTable:
         else:
             # Files from before 2023 store these tokens separately. They are ignored if the config lists added tokens.
             values |= {k: v for k, v in files.read_object("special_tokens_map.json").items() if _names_tokens(k)}
-            self._read_added_tokens(files.read_object("added_tokens.json"), values)
+            special = {_content(value) for value in (*map(values.get, SPECIAL_NAMES), *_listed(values)) if value}
+            for content, number in files.read_object("added_tokens.json").items():
+                is_special = content in special
+                self.by_id[int(number)] = AddedToken(content, normalized=not is_special, special=is_special)
             self.by_id |= in_vocabulary
         self.named = self._named(values)
         self.extra = [_token(value) for value in _listed(values)]
-
-    def _read_added_tokens(self, numbers: dict[str, int], values: dict[str, Any]) -> None:
-        special = {_content(values[name]) for name in SPECIAL_NAMES if values.get(name)}
-        special |= {_content(value) for value in _listed(values)}
-        for content, number in numbers.items():
-            is_special = content in special
-            self.by_id[int(number)] = AddedToken(content, normalized=not is_special, special=is_special)
 
     def _named(self, values: dict[str, Any]) -> dict[str, AddedToken]:
         extra = values.get("extra_special_tokens")
@@ -56,8 +53,9 @@ class SpecialTokenTable:
         by_content = {token.content: token for token in self.by_id.values()}
         return {name: by_content.get(_content(value), _token(value)) for name, value in chosen.items()}
 
+    @property
     def special_tokens(self) -> dict[str, str]:
-        """Return the special tokens by their variable names in chat templates."""
+        """The special tokens by their variable names in chat templates."""
         return {name: token.content for name, token in self.named.items()}
 
     def additions(self, backend: Tokenizer) -> list[AddedToken]:
@@ -73,8 +71,9 @@ class SpecialTokenTable:
             token.special = token.special or token.content in named
         return tokens
 
+    @property
     def max_length(self) -> int | None:
-        """Return the maximum length of the tokenizer, or None if it has no limit."""
+        """The maximum length of the tokenizer, or None if it has no limit."""
         length = self.config.get("model_max_length")
         return int(length) if isinstance(length, int | float) and 0 < length < _LONGEST_LENGTH else None
 
@@ -90,7 +89,7 @@ def read_special_tokens(files: ModelFiles, in_vocabulary: dict[int, AddedToken])
         ) from None
 
 
-def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
+def load_tokenizer_json(files: ModelFiles) -> LoadedTokenizer:
     """Load a `tokenizer.json` with the tokens and the template of its companion files."""
     text = files.read_text("tokenizer.json") or ""
     backend = _open(text, files)
@@ -105,9 +104,9 @@ def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
         tokens.named.setdefault("pad_token", _token(padding["pad_token"]))
     add_tokens(backend, tokens.additions(backend))
     backend.encode_special_tokens = False
-    special = tokens.special_tokens()
-    return TokenizerParts(
-        backend, special, read_template(files, tokens.config), _adds_bos(backend, special), tokens.max_length()
+    special = tokens.special_tokens
+    return LoadedTokenizer(
+        backend, special, read_template(files, tokens.config), _adds_bos(backend, special), tokens.max_length
     )
 
 

@@ -1,29 +1,17 @@
-"""Shared parts of the tokenizer readers: the common result type, marker detection, byte alphabet and data tables."""
+"""Shared parts of the tokenizer readers: steps, marker detection, byte alphabet and data tables."""
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
+from tunewell.core.files import read_table
+
 # User-defined symbols can also be turn markers. Text of a row must not become a turn marker.
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>|\[/?INST\]|<(?:start|end)_of_turn>")
-
-
-@dataclass(frozen=True)
-class TokenizerParts:
-    """A tokenizer with the properties that the `tokenizers` library does not store."""
-
-    backend: Tokenizer
-    special_tokens: dict[str, str]
-    chat_template: str | None
-    adds_bos: bool
-    max_length: int | None = None
-    """The `model_max_length` of the files, or None if its value is the huge number that means "no limit"."""
 
 
 def looks_like_marker(text: str) -> bool:
@@ -47,8 +35,15 @@ def prepend_bos(backend: Tokenizer, bos: str) -> None:
 @cache
 def load_table(name: str) -> dict[str, Any]:
     """Load one of the JSON tables of this package."""
-    folder = files("tunewell.data.tokenizers")
-    return json.loads(folder.joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    return read_table(__file__, f"{name}.json")
+
+
+def steps_of(part: Any) -> list[dict[str, Any]]:
+    """Return the settings of a normalizer or a pre-tokenizer, step by step; an empty list for None."""
+    if part is None:
+        return []
+    state = json.loads(part.__getstate__())
+    return state.get("normalizers", state.get("pretokenizers", [state]))
 
 
 def byte_alphabet() -> dict[int, str]:

@@ -1,9 +1,8 @@
 """Read SentencePiece `.model` files and rebuild them as `tokenizers.Tokenizer` with the same ids."""
 
-import json
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes
-from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker
+from tunewell.core.protobuf import read_fields
+from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker, steps_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _UNIGRAM, _BPE = 1, 2
@@ -60,9 +60,9 @@ def read_model(path: Path) -> SentencePieceModel:
 def _parse(data: bytes) -> SentencePieceModel:
     model = SentencePieceModel()
     trainer, normalizer = b"", b""
-    for number, value in _fields(data):
+    for number, value in read_fields(data):
         if number == 1 and isinstance(value, bytes):
-            piece = dict(_fields(value))
+            piece = dict(read_fields(value))
             model.pieces.append(_bytes(piece.get(1, b"")).decode("utf-8"))
             model.scores.append(struct.unpack("<f", _bytes(piece.get(2, b"\0\0\0\0")))[0])
             model.types.append(int(piece.get(3, NORMAL)))
@@ -73,7 +73,7 @@ def _parse(data: bytes) -> SentencePieceModel:
     # Both fields follow the pieces in the file. If one is missing, the file is truncated.
     if not model.pieces or not trainer or not normalizer:
         raise ValueError("truncated")
-    _read_specs(model, dict(_fields(trainer)), dict(_fields(normalizer)))
+    _read_specs(model, dict(read_fields(trainer)), dict(read_fields(normalizer)))
     return model
 
 
@@ -101,39 +101,6 @@ def _bytes(value: int | bytes) -> bytes:
     if isinstance(value, bytes):
         return value
     raise ValueError("expected bytes, found a number")
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protobuf message as (field number, value); a value is an int or bytes."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if wire == 2:
-            size, at = _varint(data, at)
-        elif wire in (1, 5):
-            size = 8 if wire == 1 else 4
-        else:
-            raise ValueError("unknown wire type")
-        if size > len(data) - at:
-            raise ValueError("truncated")
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("number too long")
 
 
 _SPACE = "▁"
@@ -170,22 +137,24 @@ def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = 
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     # Markers are searched in the normalised text, so that spaces next to a marker do not change.
-    add_markers(
-        backend,
-        [
-            AddedToken(piece, special=kind != USER_DEFINED or looks_like_marker(piece), normalized=True)
-            for piece, kind in zip(model.pieces, model.types, strict=True)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-        ],
-    )
+    add_markers(backend, marker_tokens(model.pieces, model.types, is_normalized=True))
     return backend
+
+
+def marker_tokens(pieces: Sequence[str], types: Sequence[int], *, is_normalized: bool) -> list[AddedToken]:
+    """Return the pieces that are matched as a whole, before the other text is split."""
+    return [
+        AddedToken(piece, special=kind != USER_DEFINED or looks_like_marker(piece), normalized=is_normalized)
+        for piece, kind in zip(pieces, types, strict=True)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
 
 
 def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
     """Add tokens to a rebuilt tokenizer so that no dummy space is added before them."""
     add_tokens(backend, tokens)
     contents = [token.content for token in backend.get_added_tokens_decoder().values()]
-    steps = _steps(backend)
+    steps = steps_of(backend.normalizer)
     for index, step in enumerate(steps):
         if mark := _dummy_space_mark(step):
             sequence = backend.normalizer
@@ -199,13 +168,7 @@ def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
 
 def is_rebuilt(backend: Tokenizer) -> bool:
     """Return True if a tokenizer was rebuilt by this module, even if it has been saved and loaded since."""
-    return any(_dummy_space_mark(step) for step in _steps(backend))
-
-
-def _steps(backend: Tokenizer) -> list[dict[str, Any]]:
-    if not isinstance(backend.normalizer, normalizers.Sequence):
-        return []
-    return json.loads(backend.normalizer.__getstate__())["normalizers"]
+    return any(_dummy_space_mark(step) for step in steps_of(backend.normalizer))
 
 
 def _dummy_space_mark(step: dict[str, Any]) -> str | None:

@@ -11,9 +11,11 @@ from tunewell.core.html import page_environment, single_line
 from tunewell.core.units import duration, percent
 from tunewell.evaluation.report.view import (
     FAULT_WORDS,
+    NUM_ORDINARY,
     all_metrics,
     answer_mark,
     declared_order,
+    field_rows,
     judge_sentences,
     key_metrics,
     loss,
@@ -23,16 +25,9 @@ from tunewell.evaluation.report.view import (
     source_metrics,
 )
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.report import Curve, Report
+from tunewell.records.report import HEADLINES, Curve, Report
 from tunewell.runs.loss_curve import LossPlot
 
-CANNOT_TELL = "Not enough held-out data for a verdict."
-HEADLINES = {
-    "PASS": "No problems found.",
-    "WEAK": "Usable with care: read the reasons below.",
-    "FAIL": "Not usable.",
-    "UNPROVEN": CANNOT_TELL,
-}
 _WIDE, _NARROW = (760, 320), (340, 260)
 _MAX_EVALUATIONS = 40
 _MAX_SCORES = 200
@@ -42,13 +37,15 @@ def report_page(report: Report) -> str:
     """Return a report as an HTML page; the output is deterministic."""
     return _template().render(
         report=report,
-        headline=_headline(report),
+        headline=HEADLINES[report.verdict],
         key_metrics=key_metrics(report),
         metrics=all_metrics(report),
         source_metrics=source_metrics(report),
         curve=_curve(report.curve),
         answers=sorted_answers(report),
         judge_sentences=judge_sentences(report),
+        fields=field_rows(report),
+        ordinary=report.ordinary[:NUM_ORDINARY],
         row_counts=_row_counts(report),
         plan=_chosen(report.plan, known=Plan.model_fields),
         thresholds=_chosen(report.thresholds, known=VerdictRules.model_fields),
@@ -71,11 +68,6 @@ def _template() -> Template:
         "number": lambda value: nonfinite_text(value) or f"{value:,.4g}",
     }
     return environment.get_template("report.html")
-
-
-def _headline(report: Report) -> str:
-    cannot_tell = bool(report.reasons) and report.reasons[0].code == "not_enough_evidence"
-    return CANNOT_TELL if cannot_tell else HEADLINES[report.verdict]
 
 
 def _chosen(values: dict[str, Chosen[Any]], *, known: Any) -> list[tuple[str, str, str]]:

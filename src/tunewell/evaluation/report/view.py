@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tunewell.config.extensions import SCORERS
 from tunewell.core.html import single_line, visible
 from tunewell.core.text import shorten
 from tunewell.core.units import count, percent
@@ -24,10 +25,14 @@ FAULT_WORDS = {
 
 _SMALL_RATIO = 1.5
 ELLIPSIS = "\u2026"
+NUM_ORDINARY = 6
+"""Answers to everyday instructions that are shown: those that changed most."""
 
 
 def answer_mark(answer: Answer) -> str:
-    """Return `right`, `wrong` or `refused` for a judged answer."""
+    """Return `right`, `wrong` or `refused` for a judged answer, and an empty text for another."""
+    if answer.right is None:
+        return ""
     return "right" if answer.right else "refused" if answer.is_refusal else "wrong"
 
 
@@ -91,7 +96,7 @@ def key_metrics(report: Report) -> list[MetricRow]:
     """Return the two or three most important metrics."""
     rows = []
     if report.tuned_tally and report.tuned_tally.asked:
-        rows.append(_right(report.base_tally, report.tuned_tally))
+        rows += [_right(report)] if has_right(report) else []
     if report.held_out:
         rows.append(_loss("Held-out loss", report.held_out, hint="rows not used for training; lower is better"))
     if report.everyday:
@@ -106,10 +111,11 @@ def all_metrics(report: Report) -> list[MetricRow]:
         rows += [_loss("Held-out loss", report.held_out, hint="lower is better")]
         rows += [_perplexity("Held-out perplexity", report.held_out)]
     if report.tuned_tally and report.tuned_tally.asked:
-        rows += _answers(report.base_tally, report.tuned_tally)
+        rows += _answers(report)
     if report.everyday:
         rows += [_everyday("Everyday text, loss", report)]
         rows += [_perplexity("Everyday text, perplexity", report.everyday)]
+    rows += forgotten_rows(report)
     return [*rows, *(_user_metric(name, metric) for name, metric in sorted(report.metrics.items()))]
 
 
@@ -175,30 +181,117 @@ def _everyday(name: str, report: Report) -> MetricRow:
     return replace(row, change=change, hint=f"text that the base model knew{allowed}")
 
 
-def _right(base: AnswerCounts | None, tuned: AnswerCounts) -> MetricRow:
-    row = _counted("Right answers", base, tuned, "right")
+def has_right(report: Report) -> bool:
+    """Return whether answers can be right or wrong in the task of the rows."""
+    return report.tuned_tally is not None and report.tuned_tally.judged > 0
+
+
+def right_name(report: Report) -> str:
+    """Return what is counted: `Labels right`."""
+    name = report.task.value if report.task is not None else "facts"
+    noun = SCORERS.entry(name).noun if name in SCORERS.names() else "answers"
+    return f"{noun[:1].upper()}{noun[1:]} right"
+
+
+def _right(report: Report) -> MetricRow:
+    base, tuned = report.base_tally, report.tuned_tally
+    assert tuned is not None
+    row = _counted(right_name(report), base, tuned, "right")
     shares = (base.right / base.judged if base and base.judged else None, tuned.right / max(1, tuned.judged))
     return replace(row, hint=_interval_hint(tuned), shares=shares)
 
 
+def compared_rows(report: Report) -> list[MetricRow]:
+    """Return what the right answers are compared with: the base with a hint, a constant answer, fewer questions."""
+    tuned, rows = report.tuned_tally, list[MetricRow]()
+    if tuned is None:
+        return rows
+    now = _of(tuned.right, tuned.judged)
+    if report.asked_tally is not None and report.hinted_tally is not None:
+        other = report.asked_tally if report.is_base_hinted else report.hinted_tally
+        name = "  base asked as in the rows" if report.is_base_hinted else "  base asked with a list"
+        hint = "the better of the two counts: " + (
+            "with a list of what to say" if report.is_base_hinted else "as asked"
+        )
+        rows.append(MetricRow(name=name, hint=hint, base=_of(other.right, other.judged), tuned=""))
+    if report.constant is not None:
+        text = shorten(single_line(report.constant.text), 32, mark=ELLIPSIS)
+        hint = f'always answering "{text}"'
+        rows.append(
+            MetricRow(
+                name="  one constant answer",
+                hint=hint,
+                base=_of(report.constant.right, report.constant.judged),
+                tuned=now,
+            )
+        )
+    if report.without_near is not None:
+        apart = report.without_near
+        rows.append(
+            MetricRow(
+                name="  without near duplicates",
+                hint="questions that no training row asks alike",
+                base="",
+                tuned=_of(apart.right, apart.judged),
+            )
+        )
+    unclear = [one.tuned for one in report.exchanges if one.is_ambiguous and one.tuned.right is not None]
+    if unclear:
+        right = sum(bool(one.right) for one in unclear)
+        rows.append(
+            MetricRow(
+                name="  ambiguous questions",
+                hint="another row has the same question with another answer",
+                base="",
+                tuned=_of(right, len(unclear)),
+            )
+        )
+    for name, pair in report.measures.items():
+        base = "" if pair.base is None else f"{pair.base:.2f}"
+        rows.append(MetricRow(name=f"  {single_line(name)}", base=base, tuned=f"{pair.tuned:.2f}"))
+    return rows
+
+
+def forgotten_rows(report: Report) -> list[MetricRow]:
+    """Return the measures of what the model forgot, other than the loss on everyday text."""
+    rows = []
+    for found in report.forgotten:
+        if found.name != "everyday text":
+            numbers = [f"{value:.0%}" for value in (found.base, found.tuned)]
+            hint = f"limit: {percent(found.limit, 0)} fewer" + (", exceeded" if found.is_damaged else "")
+            name = {"replies": "Everyday questions answered"}.get(
+                found.name, f"{single_line(found.name).capitalize()} followed"
+            )
+            rows.append(MetricRow(name=name, hint=hint, base=numbers[0], tuned=numbers[1]))
+    return rows
+
+
+def field_rows(report: Report, *, most: int = 20) -> list[tuple[str, list[int]]]:
+    """Return each field with its numbers of right, wrong, missing and extra values."""
+    kinds = ("right", "wrong", "missing", "extra")
+    found = [(single_line(name), [marks.get(kind, 0) for kind in kinds]) for name, marks in report.fields.items()]
+    return found[:most]
+
+
 def _interval_hint(tuned: AnswerCounts) -> str:
     if tuned.right_interval is None:
-        return "questions with a short reference"
+        return ""
     low, high = tuned.right_interval
     return f"tuned model, 95% interval: {percent(low, 0)} to {percent(high, 0)}"
 
 
-def _answers(base: AnswerCounts | None, tuned: AnswerCounts) -> list[MetricRow]:
-    rows = [
-        _right(base, tuned),
+def _answers(report: Report) -> list[MetricRow]:
+    base, tuned = report.base_tally, report.tuned_tally
+    assert tuned is not None
+    rows = [_right(report), *compared_rows(report)] if has_right(report) else compared_rows(report)
+    rows += [
         _counted("Exact match with the reference", base, tuned, "exact"),
-        _counted("Answer contains the reference", base, tuned, "contains"),
         _mean(
             "Token F1, mean", base and base.f1, tuned.f1, hint="0 to 1, word overlap with the reference", style=".3f"
         ),
     ]
     if tuned.refused or (base and base.refused):
-        rows.insert(1, _counted("Refusals", base, tuned, "refused"))
+        rows.append(_counted("Refusals", base, tuned, "refused"))
     for name in declared_order({*tuned.faults, *(base.faults if base else ())}, FAULT_WORDS):
         was, now = (base.faults.get(name, 0) if base else 0), tuned.faults.get(name, 0)
         if was or now:
@@ -259,14 +352,15 @@ def sorted_answers(
 
 
 def judge_sentences(report: Report) -> list[str]:
-    """Return how the answers were judged: the origins of the keys, and the difference between the two models."""
-    judge = report.judge
-    if judge is None or not judge.origins:
-        return []
-    facts = f"{count(sum(judge.origins.values()), 'question')} on {count(judge.clusters, 'fact')}"
-    examples = ", ".join(f'"{shorten(single_line(example.key), 60, mark=ELLIPSIS)}"' for example in judge.examples)
-    found = [f"Judged by {judge.describe()}, such as {examples}; {facts}."]
-    if judge.difference is not None:
+    """Return how the answers were judged: the task with its reason, examples, and the difference between the models."""
+    judge, found = report.judge, list[str]()
+    if report.task is not None:
+        found.append(f"Task `{report.task.value}`: {report.task.because}.")
+    if judge is not None and judge.origins:
+        facts = f"{count(sum(judge.origins.values()), 'question')} on {count(judge.clusters, 'fact')}"
+        examples = ", ".join(f'"{shorten(single_line(example.key), 60, mark=ELLIPSIS)}"' for example in judge.examples)
+        found.append(f"Judged by {judge.describe()}, such as {examples}; {facts}.")
+    if judge is not None and judge.difference is not None:
         result = judge.difference.result
         found.append(f"{result[:1].upper()}{result[1:]}.")
     return found

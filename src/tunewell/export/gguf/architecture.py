@@ -2,13 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -34,16 +32,30 @@ class Settings:
     rope: dict[str, Any]
     """RoPE parameters of the layers with full attention."""
     spec: dict[str, Any]
-    text_part: dict[str, Any]
-    """Tensor names of the language model in a multimodal model; empty for a text model."""
     config: PreTrainedConfig
-    notes: tuple[str, ...]
-    """Notes for the user on what llama.cpp computes differently."""
 
     @property
     def gguf_name(self) -> str:
         """The architecture's name in llama.cpp."""
         return self.spec["gguf"]
+
+    @property
+    def ignored_window(self) -> int | None:
+        """The sliding window that llama.cpp ignores, if any."""
+        window, layer_types = self.values.get("sliding_window"), self.values.get("layer_types")
+        is_used = window and (layer_types is None or "sliding_attention" in layer_types)
+        return window if is_used and not self.spec.get("sliding_windows") else None
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user on what llama.cpp computes differently."""
+        window = self.ignored_window
+        if window is None or window >= self.values["max_position_embeddings"]:
+            return []
+        return [
+            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens, so answers to "
+            "longer texts differ"
+        ]
 
 
 @cache
@@ -56,9 +68,7 @@ def read_settings(config: dict[str, Any]) -> Settings:
     """Read a config with its defaults; raise UserError for settings that llama.cpp does not support."""
     table = llama_cpp_facts()
     kind = str(config.get("model_type"))
-    text_part = table["text_parts"].get(kind)
-    model_type = kind if text_part is None else text_part["model_type"]
-    spec = table["architectures"].get(model_type)
+    spec = table["architectures"].get(kind)
     if spec is None:
         known = ", ".join(sorted({*table["architectures"], *table["text_parts"]}))
         raise UserError(
@@ -72,13 +82,13 @@ def read_settings(config: dict[str, Any]) -> Settings:
             where="quantization_config in config.json",
             fix="use the unquantised model",
         )
-    filled = _fill_defaults(model_type, config if text_part is None else config.get("text_config", {}))
+    filled = _fill_defaults(kind, config)
     values = filled.to_dict()
     rope, sliding_rope = _rope_parameters(values)
     _add_derived(values, rope, sliding_rope)
     problems = [
         *_setting_problems(values, spec),
-        *_layer_problems(model_type, values),
+        *_layer_problems(kind, values),
         *_rope_problems(rope, sliding_rope, spec["rope"]),
     ]
     if problems:
@@ -88,26 +98,7 @@ def read_settings(config: dict[str, Any]) -> Settings:
             where=f"config.json of a `{kind}` model",
             fix="export it as `adapter` or `merged`",
         )
-    settings = Settings(model_type, values, rope, spec, text_part or {}, filled, notes=())
-    return replace(settings, notes=tuple(_notes(settings)))
-
-
-def ignored_window(settings: Settings) -> int | None:
-    """Return the sliding window that llama.cpp ignores, if any."""
-    window, layer_types = settings.values.get("sliding_window"), settings.values.get("layer_types")
-    is_used = window and (layer_types is None or "sliding_attention" in layer_types)
-    return window if is_used and not settings.spec.get("sliding_windows") else None
-
-
-def _notes(settings: Settings) -> Iterator[str]:
-    window = ignored_window(settings)
-    if window is not None and window < settings.values["max_position_embeddings"]:
-        yield (
-            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens, so answers to "
-            "longer texts differ"
-        )
-    if settings.text_part:
-        yield "only the language model is written, not the vision part"
+    return Settings(kind, values, rope, spec, filled)
 
 
 def _fill_defaults(model_type: str, config: dict[str, Any]) -> PreTrainedConfig:
@@ -193,15 +184,15 @@ def metadata_fields(settings: Settings) -> dict[str, FieldValue]:
     return {f"{settings.gguf_name}.{key}": value for key, value in fields.items()}
 
 
-def rope_tables(settings: Settings) -> dict[str, np.ndarray]:
+def rope_tables(settings: Settings) -> dict[str, torch.Tensor]:
     """Return the RoPE scaling tensors, for RoPE types that metadata fields cannot express."""
     rope, size = settings.rope, settings.values["rotary_dim"]
     if rope.get("rope_type") == "llama3":
         unscaled = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](settings.config, torch.device("cpu"))
-        return {"rope_freqs.weight": (unscaled / scaled).numpy()}
+        return {"rope_freqs.weight": unscaled / scaled}
     if rope.get("rope_type") == "longrope":
-        tables = {name: np.array(rope[f"{name}_factor"], np.float32) for name in ("long", "short")}
+        tables = {name: torch.tensor(rope[f"{name}_factor"], dtype=torch.float32) for name in ("long", "short")}
         for name, table in tables.items():
             if table.shape != (size // 2,):
                 raise UserError(

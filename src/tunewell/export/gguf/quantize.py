@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,27 +19,19 @@ _FAMILIES_OF_70B = frozenset({"llama", "qwen2", "olmo", "deci"})
 Shape = tuple[int, ...]
 
 
-class _Preference(NamedTuple):
-    type: str
-    fallback: str
-    block_type: str
-    """The fallback is used if the row width is not a multiple of this type's block size."""
-
-
-def is_mixture(kind: str) -> bool:
-    """Return True if a file of this kind stores its tensors in different types, e.g. `q4_k_m`."""
-    return kind in _facts()["kinds"]
-
-
 def choose_types(shapes: Mapping[str, Shape], meta: Mapping[str, Any], kind: str) -> tuple[dict[str, str], int]:
-    """Return the type of each tensor in a file of this `kind`, and the number of tensors that use a larger type.
+    """Return the type of each tensor in a file of this `kind`, and the number of a mixture's that use a larger type.
 
-    Tensors that lose the most precision get more bits. A larger type is needed if the row width is not a multiple of
-    the block size.
+    In a mixture, e.g. `q4_k_m`, tensors that lose the most precision get more bits. A larger type is needed if the row
+    width is not a multiple of the block size.
     """
-    preferences = _prefer_types(shapes, meta, _facts()["kinds"][kind])
-    types = {name: _fitting_type(shapes[name][-1], preference) for name, preference in preferences.items()}
-    num_fallbacks = sum(types[name] != preference.type for name, preference in preferences.items())
+    mixtures = _facts()["kinds"]
+    names = sorted((name for name, shape in shapes.items() if _is_quantized(name, shape)), key=_layer_order)
+    preferred = {name: str(mixtures.get(kind, kind.upper())) for name in names}
+    if kind in mixtures:
+        _prefer_more_bits(preferred, meta)
+    types = {name: _fitting_type(shapes[name][-1], wanted) for name, wanted in preferred.items()}
+    num_fallbacks = sum(types[name] != wanted for name, wanted in preferred.items()) if kind in mixtures else 0
     return dict.fromkeys(shapes, "F32") | types, num_fallbacks
 
 
@@ -73,27 +65,18 @@ def _facts() -> dict[str, Any]:
     return llama_cpp_facts()["quantization"]
 
 
-def _prefer_types(shapes: Mapping[str, Shape], meta: Mapping[str, Any], kind: dict[str, Any]) -> dict[str, _Preference]:
-    """Return the preferred type and the fallback of each quantised tensor."""
+def _prefer_more_bits(preferred: dict[str, str], meta: Mapping[str, Any]) -> None:
+    """Change the preferred types of the output, and of the values and down projections in some layers."""
     facts = _facts()
-    names = [name for name in sorted(shapes, key=_layer_order) if _is_quantized(name, shapes[name])]
-    values = [name for name in names if _is_value(name)]
-    downs = [name for name in names if "ffn_down" in name]
+    values = [name for name in preferred if any(part in name for part in facts["value_tensors"])]
+    downs = [name for name in preferred if "ffn_down" in name]
     num_layers = int(meta.get(f"{meta.get('general.architecture')}.block_count", 0))
-    sensitive = {name for index, name in enumerate(values) if _is_sensitive(index, len(values))}
-    sensitive |= {name for index, name in enumerate(downs) if _is_sensitive(index, num_layers)}
-    value_upgrades = facts["values_of_70b"] if _is_70b(meta, num_layers) else {}
-    outputs = {"output.weight"} if "output.weight" in shapes else set(facts["embeddings"])
-    preferences = {}
-    for name in names:
-        if name in outputs:
-            preferences[name] = _Preference(kind["output"], facts["output_fallback"], block_type=kind["type"])
-            continue
-        chosen = kind["sensitive"] if name in sensitive else kind["type"]
-        chosen = value_upgrades.get(chosen, chosen) if _is_value(name) else chosen
-        fallback = facts["fallbacks"].get(chosen, facts["last_fallback"])
-        preferences[name] = _Preference(chosen, fallback, block_type=chosen)
-    return preferences
+    if _is_70b(meta, num_layers):
+        preferred.update((name, facts["values_of_70b"].get(preferred[name], preferred[name])) for name in values)
+    larger = ["output.weight"] if "output.weight" in preferred else [*facts["embeddings"]]
+    larger += [name for index, name in enumerate(values) if _is_sensitive(index, len(values))]
+    larger += [name for index, name in enumerate(downs) if _is_sensitive(index, num_layers)]
+    preferred.update((name, facts["larger"]) for name in larger if name in preferred)
 
 
 def _layer_order(name: str) -> tuple[int, str]:
@@ -110,10 +93,6 @@ def _is_quantized(name: str, shape: Shape) -> bool:
     return is_matrix and name.endswith("weight") and not is_excluded
 
 
-def _is_value(name: str) -> bool:
-    return any(part in name for part in _facts()["value_tensors"])
-
-
 def _is_sensitive(layer: int, num_layers: int) -> bool:
     """Return True for the first and the last eighth of the layers, and for every third layer between them."""
     eighth = num_layers // 8
@@ -127,13 +106,10 @@ def _is_70b(meta: Mapping[str, Any], num_layers: int) -> bool:
     return num_layers == _facts()["layers_of_70b"] and family in _FAMILIES_OF_70B and has_grouped_heads
 
 
-def _fitting_type(width: int, preference: _Preference) -> str:
-    """Return the first of the preferred type and its fallbacks whose block size divides the row width."""
+def _fitting_type(width: int, wanted: str) -> str:
+    """Return the first of a type and its fallbacks whose block size divides the row width."""
     import gguf
 
-    def fits(name: str) -> bool:
-        return width % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0] == 0
-
-    if fits(preference.block_type):
-        return preference.type
-    return preference.fallback if fits(preference.fallback) else _facts()["last_fallback"]
+    fallbacks = (wanted, _facts()["fallbacks"].get(wanted, wanted))
+    sizes = (gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0] for name in fallbacks)
+    return next((name for name, size in zip(fallbacks, sizes, strict=True) if width % size == 0), "F16")

@@ -2,9 +2,9 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from tokenizers import Tokenizer
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tunewell.core.errors import UserError
 from tunewell.data.masking.turns import probe_reply_frame
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
-from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
+from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.data.tokenizers.parts import load_table
 from tunewell.data.tokenizers.sentencepiece import (
     BYTE,
@@ -21,109 +21,79 @@ from tunewell.data.tokenizers.sentencepiece import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    SentencePieceModel,
-    read_model,
 )
 from tunewell.export.gguf.architecture import llama_cpp_facts
-from tunewell.model_files.files import SENTENCEPIECE_FILE
 
-_SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "mask")
 _SPECIAL_TYPES = frozenset({UNKNOWN, CONTROL, USER_DEFINED})
 _NEVER_STRIPPING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-
-
-@dataclass(frozen=True)
-class TokenTable:
-    """The tokens of a vocabulary by id, with BPE merges or SentencePiece scores."""
-
-    model: Literal["gpt2", "llama"]
-    pre_tokenizer: str
-    """Name of the pre-tokenizer in llama.cpp."""
-    texts: list[str]
-    types: list[int]
-    merges: list[str] | None = None
-    scores: list[float] | None = None
-    space_prefix: bool | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GgufVocabulary:
     """The tokenizer metadata of a GGUF file."""
 
-    tokens: TokenTable
-    special_ids: dict[str, int]
-    """Ids of the existing special tokens: `bos`, `eos`, `eot` and so on."""
+    fields: dict[str, Any]
+    """Tokens with their types, merges or scores, special ids and settings, by the key in the file."""
     adds_bos: bool
     """Whether llama.cpp adds the BOS token to every text that does not begin with it."""
-    adds_eos: bool
     strips_spaces: bool
     """Whether special tokens strip the spaces after them, as in Phi 3."""
-    chat_template: str | None
     notes: tuple[str, ...]
     """Notes for the user on what llama.cpp does differently."""
 
 
-def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> GgufVocabulary:
+def read_vocabulary(tokenizer: LoadedTokenizer, *, num_rows: int, config: dict[str, Any]) -> GgufVocabulary:
     """Convert the tokenizer of a model with `num_rows` embeddings; raise UserError if token ids would differ."""
-    tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > num_rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model's embedding has only {num_rows:,} rows",
-            where=str(folder),
+            where=tokenizer.source,
             fix="use the tokenizer of this model, or resize the embedding for the added tokens",
         )
-    tokens = _read_tokens(tokenizer, folder, num_rows)
-    if len(set(tokens.texts)) != len(tokens.texts):
-        raise _not_convertible("the vocabulary contains a token twice, which llama.cpp rejects", str(folder))
-    eos = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
-    strips_spaces, strip_notes = _find_space_stripping(tokenizer, tokens)
+    fields, notes = _read_tokens(tokenizer, num_rows)
+    if len(set(fields["tokens"])) != len(fields["tokens"]):
+        raise _not_convertible("the vocabulary contains a token twice, which llama.cpp rejects")
+    strips_spaces, strip_notes = _find_space_stripping(tokenizer, fields["tokens"], fields["token_type"])
     adds_bos, bos_notes = _find_adds_bos(tokenizer)
-    return GgufVocabulary(
-        tokens=tokens,
-        special_ids=_special_ids(tokenizer, config, num_rows),
-        adds_bos=adds_bos,
-        adds_eos=eos is not None and tokenizer.backend.encode("a").ids[-1:] == [eos],
-        strips_spaces=strips_spaces,
-        chat_template=tokenizer.chat_template,
-        notes=(*tokens.notes, *strip_notes, *bos_notes),
-    )
+    eos = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
+    fields |= _special_ids(tokenizer, config, num_rows)
+    # Both are always written, because defaults differ.
+    fields |= {
+        "add_bos_token": adds_bos,
+        "add_eos_token": eos is not None and tokenizer.backend.encode("a").ids[-1:] == [eos],
+    }
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    if tokenizer.chat_template:
+        named["tokenizer.chat_template"] = tokenizer.chat_template
+    return GgufVocabulary(named, adds_bos, strips_spaces, (*notes, *strip_notes, *bos_notes))
 
 
-def _read_tokens(tokenizer: LoadedTokenizer, folder: Path, num_rows: int) -> TokenTable:
+def _read_tokens(tokenizer: LoadedTokenizer, num_rows: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the tokens by id with their types, and merges or scores, as fields; and notes."""
     pipeline = orjson.loads(tokenizer.backend.to_str())
     kind = pipeline["model"]["type"]
-    if kind == "BPE" and "'type': 'ByteLevel'" in str(pipeline["pre_tokenizer"]):
+    if kind != "BPE":
+        raise _not_convertible(f"a tokenizer of type `{kind}` cannot be written as GGUF")
+    if "'type': 'ByteLevel'" in str(pipeline["pre_tokenizer"]):
         return _byte_level_tokens(tokenizer, pipeline, num_rows)
-    if kind == "BPE":
-        path = folder / SENTENCEPIECE_FILE
-        return _sentencepiece_tokens(tokenizer, pipeline, num_rows, read_model(path) if path.is_file() else None)
-    raise _not_convertible(f"a tokenizer of type `{kind}` cannot be written as GGUF", str(folder))
+    return _sentencepiece_tokens(tokenizer, pipeline, num_rows)
 
 
 def _special_ids(tokenizer: LoadedTokenizer, config: dict[str, Any], num_rows: int) -> dict[str, int]:
-    """Return the ids of the special tokens, from the tokenizer or from the model's config."""
+    """Return the fields with the ids of the special tokens, from the tokenizer or from the model's config."""
+    fields = llama_cpp_facts()["special_ids"]
     found: dict[str, int] = {}
-    for name in _SPECIAL_TOKENS:
+    for name in fields.keys() - {"eot"}:
         number = tokenizer.backend.token_to_id(tokenizer.special_tokens.get(f"{name}_token", ""))
         config_id = config.get(f"{name}_token_id")
         number = config_id if number is None and isinstance(config_id, int) else number
         if number is not None and 0 <= number < num_rows:
             found[name] = number
-    end = _end_of_turn(tokenizer)
-    return found if end is None or end == found.get("eos") else found | {"eot": end}
-
-
-def _end_of_turn(tokenizer: LoadedTokenizer) -> int | None:
-    """Return the id of the token that ends a reply in the chat template, or None if there is no template or token."""
-    if tokenizer.chat_template is None:
-        return None
-    try:
-        template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
-        return tokenizer.backend.token_to_id(probe_reply_frame(template, tokenizer.added).end_marker)
-    except (UserError, TemplateFailed):
-        # The model may not be a chat model; it is exported anyway.
-        return None
+    end = _ask_template(tokenizer, lambda template: probe_reply_frame(template, tokenizer.added).end_marker)
+    end_id = tokenizer.backend.token_to_id(end) if end else None
+    if end_id is not None and end_id != found.get("eos"):
+        found["eot"] = end_id
+    return {field: found[name] for name, field in fields.items() if name in found}
 
 
 def _find_adds_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
@@ -135,27 +105,29 @@ def _find_adds_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
     bos = tokenizer.special_tokens.get("bos_token")
     if not tokenizer.adds_bos or not bos:
         return tokenizer.adds_bos, []
-    if (_conversation(tokenizer) or bos).startswith(bos):
+    if (_ask_template(tokenizer, _render_hello) or bos).startswith(bos):
         return True, []
     return False, [f"the chat template begins without `{bos}`, so llama.cpp will not add it, not even to plain text"]
 
 
-def _conversation(tokenizer: LoadedTokenizer) -> str | None:
-    """Return a short conversation in the chat template, or None if there is no template or it cannot be rendered."""
-    if tokenizer.chat_template is None:
-        return None
+def _ask_template(tokenizer: LoadedTokenizer, ask: Callable[[ChatTemplate], str | None]) -> str | None:
+    """Return the answer of a chat template, or None if there is no template, or none that renders a conversation."""
     try:
-        template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
-        return template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+        source = tokenizer.chat_template
+        return None if source is None else ask(ChatTemplate(source, special_tokens=tokenizer.special_tokens))
     except (UserError, TemplateFailed):
-        return None
+        return None  # the model may not be a chat model; it is exported anyway
 
 
-def _find_space_stripping(tokenizer: LoadedTokenizer, tokens: TokenTable) -> tuple[bool, list[str]]:
+def _render_hello(template: ChatTemplate) -> str:
+    return template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+
+
+def _find_space_stripping(tokenizer: LoadedTokenizer, texts: list[str], types: list[int]) -> tuple[bool, list[str]]:
     """Return whether special tokens strip the spaces after them as in Phi 3, the only case that llama.cpp supports."""
     stripping = {text for text, facts in tokenizer.added.items() if facts.rstrip}
-    special = {text for text, kind in zip(tokens.texts, tokens.types, strict=True) if kind in _SPECIAL_TYPES}
-    if stripping and stripping == (special | {"</s>"}) - _NEVER_STRIPPING and set(tokens.texts) >= _NEVER_STRIPPING:
+    special = {text for text, kind in zip(texts, types, strict=True) if kind in _SPECIAL_TYPES}
+    if stripping and stripping == (special | {"</s>"}) - _NEVER_STRIPPING and set(texts) >= _NEVER_STRIPPING:
         return True, []
     unsupported = sorted(stripping | {text for text, facts in tokenizer.added.items() if facts.lstrip})
     return False, [f"`{unsupported[0]}` strips the spaces around it, but not in llama.cpp"] if unsupported else []
@@ -170,41 +142,37 @@ _LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
 
 
-def _byte_level_tokens(tokenizer: LoadedTokenizer, pipeline: dict[str, Any], num_rows: int) -> TokenTable:
+def _byte_level_tokens(
+    tokenizer: LoadedTokenizer, pipeline: dict[str, Any], num_rows: int
+) -> tuple[dict[str, Any], list[str]]:
     """Return the tokens of a byte-level tokenizer, with its merges."""
     name, notes = _find_pre_tokenizer(pipeline, tokenizer.backend)
     texts, types = _texts_and_types(tokenizer, num_rows)
-    merges = [" ".join(pair) for pair in _merges(pipeline)]
+    merges = [" ".join(pair) for pair in pipeline["model"]["merges"]]
     if any(merge.count(" ") != 1 for merge in merges):
         raise _not_convertible("a BPE merge contains a space, which GGUF cannot store")
-    return TokenTable("gpt2", name, texts, types, merges=merges, notes=tuple(notes))
+    return {"model": "gpt2", "pre": name, "tokens": texts, "token_type": types, "merges": merges}, notes
 
 
 def _sentencepiece_tokens(
-    tokenizer: LoadedTokenizer, pipeline: dict[str, Any], num_rows: int, model: SentencePieceModel | None
-) -> TokenTable:
-    """Return the tokens of a SentencePiece tokenizer, with a score for each.
-
-    The scores come from the `.model` file if it has the same pieces. Otherwise they are derived from the merges.
-    """
+    tokenizer: LoadedTokenizer, pipeline: dict[str, Any], num_rows: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the tokens of a SentencePiece tokenizer, with a score for each that is derived from the merges."""
     prefix, notes = _find_space_prefix(pipeline)
-    if _FIRST_TEXT_ONLY in notes and (_conversation(tokenizer) or "").startswith(tuple(tokenizer.added)):
+    if _FIRST_TEXT_ONLY in notes and (_ask_template(tokenizer, _render_hello) or "").startswith(tuple(tokenizer.added)):
         # All text of a conversation is behind a special token.
         prefix, notes = False, [f"{_FIRST_TEXT_ONLY}. So the file adds none, not even to plain text"]
     texts, types = _texts_and_types(tokenizer, num_rows)
     has_bytes = bool(pipeline["model"].get("byte_fallback"))
     unknown = pipeline["model"].get("unk_token") or tokenizer.special_tokens.get("unk_token")
     types = [_piece_type(text, kind, has_bytes, unknown) for text, kind in zip(texts, types, strict=True)]
-    vocabulary = pipeline["model"]["vocab"]
-    if model is not None and all(vocabulary.get(piece) == number for number, piece in enumerate(model.pieces)):
-        known = dict(zip(model.pieces, model.scores, strict=True))
-    else:
-        known = _derive_scores(vocabulary, _merges(pipeline), types)
+    known = _derive_scores(pipeline["model"], types)
     scores = [
         _UNUSED_SCORE if kind == UNUSED else known.get(text, _ADDED_SCORE)
         for text, kind in zip(texts, types, strict=True)
     ]
-    return TokenTable("llama", "default", texts, types, scores=scores, space_prefix=prefix, notes=tuple(notes))
+    fields = {"model": "llama", "pre": "default", "tokens": texts, "token_type": types, "scores": scores}
+    return fields | {"add_space_prefix": prefix}, notes
 
 
 def _texts_and_types(tokenizer: LoadedTokenizer, num_rows: int) -> tuple[list[str], list[int]]:
@@ -232,11 +200,6 @@ def _piece_type(token: str, kind: int, has_bytes: bool, unknown: str | None) -> 
     if token == unknown:
         return UNKNOWN
     return BYTE if has_bytes and kind == NORMAL and _BYTE_PIECE.fullmatch(token) else kind
-
-
-def _merges(pipeline: dict[str, Any]) -> list[tuple[str, str]]:
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in pipeline["model"]["merges"])
-    return [(pair[0], pair[1]) for pair in pairs]
 
 
 # Byte-level vocabularies: llama.cpp has a fixed list of pre-tokenizers. Tokenizers with other ones are rejected.
@@ -327,8 +290,8 @@ def _unsupported(why: str) -> UserError:
     return _not_convertible(f"llama.cpp does not support this tokenizer's pre-tokenizer: {why}")
 
 
-def _not_convertible(what: str, where: str = "tokenizer.json") -> UserError:
-    return UserError(what, where=where, fix="export the model as `adapter` or `merged`")
+def _not_convertible(what: str) -> UserError:
+    return UserError(what, where="tokenizer.json", fix="export the model as `adapter` or `merged`")
 
 
 # SentencePiece vocabularies: a score for each piece, and the handling of spaces.
@@ -360,13 +323,14 @@ def _find_space_prefix(pipeline: dict[str, Any]) -> tuple[bool, list[str]]:
     raise _not_convertible(f"llama.cpp would treat spaces differently from this tokenizer ({shown})")
 
 
-def _derive_scores(vocabulary: dict[str, int], merges: list[tuple[str, str]], types: list[int]) -> dict[str, float]:
+def _derive_scores(model: dict[str, Any], types: list[int]) -> dict[str, float]:
     """Return scores that make llama.cpp merge pieces in the order of the merges.
 
     llama.cpp merges any two pieces that form a third, the best score first. So every split of a piece into two pieces
     must be among the merges; raise UserError otherwise. User-defined symbols are found before any merge, so their
     merges are ignored.
     """
+    vocabulary, merges = model["vocab"], [(left, right) for left, right in model["merges"]]
     known_merges = set(merges)
     pieces = {piece for piece, number in vocabulary.items() if types[number] == NORMAL}
     for piece in pieces:

@@ -1,30 +1,25 @@
-"""Read tensors from safetensors files, name them as llama.cpp does, and encode them for a GGUF file."""
+"""Name tensors as llama.cpp does, and encode them for a GGUF file."""
 
 import math
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, read_text
-from tunewell.core.optional import import_optional
-from tunewell.export.gguf.architecture import Settings
+from tunewell.export.gguf.architecture import Settings, rope_tables
 from tunewell.export.gguf.quantize import can_quantize, quantize_rows
 from tunewell.machine.facts import num_cores
 
-_MAX_SHOWN = 5
+_NOTHING = r"(?!)"
+"""A pattern that matches no name."""
+_QUERY_OR_KEY = re.compile(r"\.[qk]_proj\.(weight|bias)$")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Buffers of old checkpoints, which every library recomputes.
-_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.(masked_bias|attn\.bias)$")
 
 
 @dataclass(frozen=True)
@@ -44,186 +39,75 @@ class NamedTensor:
     """Whether 1 is added to the weights of a norm."""
 
 
-class WeightFiles:
-    """The safetensors files of a model folder; each tensor is read on demand."""
+class Shaped(Protocol):
+    """A tensor, or a description of one."""
 
-    def __init__(self, folder: Path, renames: dict[str, str]) -> None:
-        self.folder = folder
-        self._opened: dict[Path, Any] = {}
-        self._locations: dict[str, tuple[Path, str]] = {}
-        for path in _files(folder):
-            for name in self._open(path).keys():  # noqa: SIM118  the handle is not a dictionary
-                new_name = name
-                for pattern, replacement in renames.items():
-                    new_name = re.sub(pattern, replacement, new_name)
-                self._locations[new_name] = (path, name)
-
-    def names(self) -> set[str]:
-        """Return the tensor names, as transformers uses them in a text model."""
-        return set(self._locations)
-
-    def drop(self, names: set[str]) -> None:
-        """Exclude tensors from the export."""
-        for name in names:
-            del self._locations[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
-        path, stored_name = self._locations[name]
-        return tuple(self._open(path).get_slice(stored_name).get_shape())
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor in its stored dtype; its file is memory-mapped."""
-        path, stored_name = self._locations[name]
-        return self._open(path).get_tensor(stored_name)
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._opened:
-            try:
-                self._opened[path] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"`{path.name}` cannot be read: {error}", where=str(path)) from None
-        return self._opened[path]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
-class LoadedWeights(WeightFiles):
-    """The tensors of a loaded model, with the names of its files; nothing is read from disk."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], renames: dict[str, str]) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            for pattern, replacement in renames.items():
-                name = re.sub(pattern, replacement, name)
-            self._tensors[name] = tensor
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def drop(self, names: set[str]) -> None:
-        for name in names:
-            del self._tensors[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
-def has_file_names(tensors: Mapping[str, Tensor], settings: Settings) -> bool:
-    """Return True if a loaded model's tensors can be written as they are; some are split or renamed when saved."""
-    try:
-        open_weights(Path(), settings, tensors)
-    except UserError:
-        return False
-    return True
-
-
-def open_weights(folder: Path, settings: Settings, tensors: Mapping[str, Tensor] | None = None) -> WeightFiles:
-    """Open the weights of a folder, or `tensors`; raise UserError if some are missing, unknown or of another shape."""
-    renames = settings.text_part.get("names", {})
-    weights = WeightFiles(folder, renames) if tensors is None else LoadedWeights(tensors, renames)
-    if pattern := settings.text_part.get("dropped"):
-        weights.drop({name for name in weights.names() if re.search(pattern, name)})
-    weights.drop({name for name in weights.names() if _BUFFERS.search(name)})
-    expected = _expected_shapes(settings)
-    is_tied = bool(settings.values["tie_word_embeddings"])
-    if is_tied and _HEAD in weights.names():
-        if not torch.equal(weights.read(_HEAD), weights.read(_EMBEDDING)):
-            raise UserError(
-                "config.json declares tied embeddings, but the embedding and the head are different tensors",
-                where=str(folder),
-                fix="set `tie_word_embeddings` to false in config.json if the head was trained separately",
-            )
-        weights.drop({_HEAD})
-    if is_tied:
-        expected.pop(_HEAD, None)
-    found = {name: weights.shape(name) for name in weights.names()}
-    mismatches = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unknown": sorted(found.keys() - expected.keys()),
-        "of another shape": sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name]),
-    }
-    problems = [
-        f"{len(names):,} {word} ({', '.join(names[:_MAX_SHOWN])})" for word, names in mismatches.items() if names
-    ]
-    if problems:
+def untied_tensors(tensors: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
+    """Return the tensors without a head that equals the embedding; raise UserError if they should be equal."""
+    weights = dict(tensors)
+    head = weights.pop(_HEAD, None) if settings.values["tie_word_embeddings"] else None
+    if head is not None and not torch.equal(head, weights[_EMBEDDING]):
         raise UserError(
-            f"the tensors do not match config.json: {'; '.join(problems)}",
-            where=str(folder),
-            fix="export the model again: its files are incomplete or from different models",
+            "config.json declares tied embeddings, but the embedding and the head are different tensors",
+            fix="set `tie_word_embeddings` to false in config.json if the head was trained separately",
         )
     return weights
 
 
-def name_tensors(weights: WeightFiles, settings: Settings) -> list[NamedTensor]:
-    """Return the tensors of a GGUF file with their names in llama.cpp, in layer order."""
-    gguf = import_optional("gguf", extra="export", purpose="writing a GGUF file")
+def name_tensors(weights: Mapping[str, Shaped], settings: Settings) -> list[NamedTensor]:
+    """Return the tensors of a GGUF file with their names in llama.cpp: the tables of RoPE, then in layer order."""
+    import gguf
+
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == settings.gguf_name)
     name_map = gguf.get_tensor_name_map(architecture, settings.values["num_hidden_layers"])
-    stacked = re.compile(settings.spec.get("stacked", r"(?!)"))
+    spec = settings.spec
     groups: dict[str, list[str]] = {}
-    for name in sorted(weights.names(), key=_natural_order):
-        match = stacked.match(name)
-        groups.setdefault(f"{match[1]}.weight" if match else name, []).append(name)
-    if settings.spec.get("needs_head") and _HEAD not in groups:
-        groups[_HEAD] = [_EMBEDDING]
-    tensors = [_name_tensor(name, sources, weights, settings, name_map) for name, sources in groups.items()]
-    return sorted(tensors, key=lambda tensor: (tensor.name.startswith("blk."), _natural_order(tensor.name)))
-
-
-def _name_tensor(name: str, sources: list[str], weights: WeightFiles, settings: Settings, name_map: Any) -> NamedTensor:
-    gguf_name = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
-    if gguf_name is None:
-        raise UserError(
-            f"llama.cpp has no name for the tensor `{name}` of a `{settings.model_type}` model",
-            fix="export the model as `adapter` or `merged`",
+    stacked: set[str] = set()
+    for name in sorted(weights, key=_natural_order):
+        match = re.match(spec.get("stacked", _NOTHING), name)
+        group = f"{match[1]}.weight" if match else name
+        groups.setdefault(group, []).append(name)
+        stacked |= {group} if match else set()
+    if spec.get("needs_head"):
+        groups.setdefault(_HEAD, [_EMBEDDING])
+    tensors = []
+    for name, sources in groups.items():
+        gguf_name = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
+            raise UserError(
+                f"llama.cpp has no name for the tensor `{name}` of a `{settings.model_type}` model",
+                fix="export the model as `adapter` or `merged`",
+            )
+        shape = tuple(weights[sources[0]].shape)
+        tensors.append(
+            NamedTensor(
+                name=gguf_name,
+                sources=tuple(sources),
+                shape=(len(sources), *shape) if name in stacked else shape,
+                is_stacked=name in stacked,
+                is_interleaved=spec.get("interleaved_rope", False) and _QUERY_OR_KEY.search(name) is not None,
+                is_norm_plus_one=spec.get("norm_plus_one", False) and name.endswith("norm.weight"),
+            )
         )
-    shape = weights.shape(sources[0])
-    is_stacked = re.match(settings.spec.get("stacked", r"(?!)"), sources[0]) is not None
-    return NamedTensor(
-        name=gguf_name,
-        sources=tuple(sources),
-        shape=(len(sources), *shape) if is_stacked else shape,
-        is_stacked=is_stacked,
-        is_interleaved=bool(settings.spec.get("interleaved_rope"))
-        and re.search(r"\.[qk]_proj\.(weight|bias)$", name) is not None,
-        is_norm_plus_one=bool(settings.spec.get("norm_plus_one")) and name.endswith("norm.weight"),
-    )
+    tables = [NamedTensor(name, (name,), tuple(table.shape)) for name, table in rope_tables(settings).items()]
+    tensors.sort(key=lambda tensor: (tensor.name.startswith("blk."), _natural_order(tensor.name)))
+    return tables + tensors
 
 
-def load_tensor(tensor: NamedTensor, weights: WeightFiles, head_dim: int) -> Tensor:
+def load_tensor(tensor: NamedTensor, weights: Mapping[str, Tensor], head_dim: int) -> Tensor:
     """Read a tensor and convert it to llama.cpp's layout.
 
     Rotary pairs (a, b) of one head:  transformers  a0 a1 a2 b0 b1 b2        llama.cpp  a0 b0 a1 b1 a2 b2
     """
-    parts = [weights.read(name) for name in tensor.sources]
+    parts = [weights[name] for name in tensor.sources]
     values = torch.stack(parts) if tensor.is_stacked else parts[0]
     if tensor.is_interleaved:
         values = values.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
     return values.float() + 1 if tensor.is_norm_plus_one else values
-
-
-def _expected_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings.config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(parse_json(read_text(index))["weight_map"].values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = [folder / "model.safetensors"]
-    if missing := [path.name for path in paths if not path.is_file()]:
-        raise UserError(
-            f"`{missing[0]}` is missing" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""),
-            where=str(folder),
-            fix="pass the folder of a complete model in safetensors format; merge an adapter first",
-        )
-    return paths
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
@@ -239,16 +123,6 @@ _MAX_FP16, _Q8_STEPS = 65504.0, 127
 _NUMBERS_AT_ONCE = 1 << 17
 _PYTHON_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})
 """Types that the `gguf` package can encode; only llama.cpp encodes the others."""
-
-
-def storage_type(name: str, shape: tuple[int, ...], kind: str) -> str:
-    """Return the ggml type of a tensor: F32 for norms and vectors, F16 if the block size does not divide the rows."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    if len(shape) < 2 or name.endswith("_norm.weight") or not name.endswith(".weight"):
-        return "F32"
-    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
-    return kind.upper() if shape[-1] % block == 0 else "F16"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Write a model folder in transformers format as one GGUF file: metadata, tokenizer and tensors."""
+"""Write a model as one GGUF file: metadata, tokenizer and tensors."""
 
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,19 +12,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from tunewell.core.errors import UserError
 from tunewell.core.files import disk_full_as_user_error, require_disk_space, sync_folder
-from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
-from tunewell.export.gguf.architecture import FieldValue, Settings, metadata_fields, read_settings, rope_tables
-from tunewell.export.gguf.quantize import choose_types, is_mixture
+from tunewell.data.tokenizers.load import LoadedTokenizer
+from tunewell.export.gguf.architecture import Settings, metadata_fields, read_settings, rope_tables
+from tunewell.export.gguf.quantize import choose_types
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
-from tunewell.export.gguf.weights import LazyTensor, WeightFiles, load_tensor, name_tensors, open_weights, storage_type
-from tunewell.model_files.files import locate
+from tunewell.export.gguf.weights import LazyTensor, load_tensor, name_tensors, untied_tensors
 
 # Upper bounds for the header: 1 MiB for names, fields and padding; per token its length, type, score and merge.
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    """A model that is written as a GGUF file."""
+
+    tensors: Mapping[str, torch.Tensor]
+    config: dict[str, Any]
+    """The values of `config.json`."""
+    tokenizer: LoadedTokenizer
+    name: str
+    license: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,29 +50,17 @@ class GgufPlan:
     """Notes for the user on what llama.cpp computes differently, and on tensors that are larger than usual."""
 
 
-def write_gguf(
-    model_folder: Path,
-    target: Path,
-    *,
-    kind: str,
-    name: str | None = None,
-    license: str | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-    progress: ProgressListener = silent,
-) -> GgufPlan:
-    """Convert a Hugging Face model folder to a GGUF file; replace `target` only when the new file is complete.
-
-    `tensors` are the weights of a loaded model; the folder then needs only its settings and tokenizer.
+def write_gguf(source: GgufSource, target: Path, *, kind: str, progress: ProgressListener = silent) -> GgufPlan:
+    """Write a model to a GGUF file; replace `target` only when the new file is complete.
 
     Raises UserError for a model or tokenizer that llama.cpp would read differently, for values that are not finite,
     and for a full disk.
     """
-    plan = plan_file(model_folder, kind, tensors)
+    plan = plan_file(source, kind)
     require_disk_space(target.parent, plan.num_bytes)
     writer = _make_writer(plan, kind)
-    _add_card(writer, plan, name or model_folder.name, license)
-    _add_fields(writer, metadata_fields(plan.settings))
-    _add_vocabulary(writer, plan.vocabulary)
+    _add_fields(writer, _card_fields(plan, source.name, source.license))
+    _add_fields(writer, metadata_fields(plan.settings) | plan.vocabulary.fields)
     staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with disk_full_as_user_error(target.parent, lambda: plan.num_bytes):
@@ -75,17 +73,12 @@ def write_gguf(
     return plan
 
 
-def plan_file(folder: Path, kind: str, weights: Mapping[str, torch.Tensor] | None = None) -> GgufPlan:
+def plan_file(source: GgufSource, kind: str) -> GgufPlan:
     """Return the plan of a GGUF file without writing it; raise UserError for a model that cannot be converted."""
-    import_optional("gguf", extra="export", purpose="writing a GGUF file")
-    config = locate(folder).read_object("config.json")
-    if not config:
-        raise UserError("config.json is missing", where=str(folder), fix="pass the folder of a complete model")
-    settings = read_settings(config)
-    num_rows = settings.values["vocab_size"]
-    vocabulary = read_vocabulary(folder, num_rows=num_rows, config=config.get("text_config", {}) | config)
-    tensors, num_fallbacks = _plan_tensors(open_weights(folder, settings, weights), settings, kind)
-    texts, merges = vocabulary.tokens.texts, vocabulary.tokens.merges or []
+    settings = read_settings(source.config)
+    vocabulary = read_vocabulary(source.tokenizer, num_rows=settings.values["vocab_size"], config=source.config)
+    tensors, num_fallbacks = _plan_tensors(untied_tensors(source.tensors, settings), settings, kind)
+    texts, merges = (vocabulary.fields.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "merges"))
     header_bytes = sum(len(text) + _TOKEN_BYTES for text in texts) + sum(map(len, merges)) + _HEADER_BYTES
     notes = [*settings.notes, *vocabulary.notes]
     if num_fallbacks:
@@ -97,25 +90,24 @@ def plan_file(folder: Path, kind: str, weights: Mapping[str, torch.Tensor] | Non
     return GgufPlan(settings, vocabulary, tensors, total_bytes, tuple(notes))
 
 
-def _plan_tensors(weights: WeightFiles, settings: Settings, kind: str) -> tuple[dict[str, LazyTensor], int]:
+def _plan_tensors(
+    weights: Mapping[str, torch.Tensor], settings: Settings, kind: str
+) -> tuple[dict[str, LazyTensor], int]:
     """Return the tensors of the file by their names in llama.cpp, and the number that are larger than usual."""
     from gguf import GGMLQuantizationType
 
-    loads: dict[str, tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]] = {
-        name: (name, table.shape, partial(torch.from_numpy, table)) for name, table in rope_tables(settings).items()
-    }
-    for tensor in name_tensors(weights, settings):
-        load = partial(load_tensor, tensor, weights, settings.values["head_dim"])
-        loads[tensor.name] = (tensor.sources[0], tensor.shape, load)
-    shapes = {name: shape for name, (_, shape, _) in loads.items()}
-    if is_mixture(kind):
-        meta = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
-        types, num_fallbacks = choose_types(shapes, meta, kind)
-    else:
-        types, num_fallbacks = {name: storage_type(name, shape, kind) for name, shape in shapes.items()}, 0
+    named = name_tensors(weights, settings)
+    meta = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
+    types, num_fallbacks = choose_types({tensor.name: tensor.shape for tensor in named}, meta, kind)
+    sources, head_dim = {**weights, **rope_tables(settings)}, settings.values["head_dim"]
     tensors = {
-        name: LazyTensor(source, shape, GGMLQuantizationType[types[name]], load)
-        for name, (source, shape, load) in loads.items()
+        own.name: LazyTensor(
+            own.sources[0],
+            own.shape,
+            GGMLQuantizationType[types[own.name]],
+            partial(load_tensor, own, sources, head_dim),
+        )
+        for own in named
     }
     return tensors, num_fallbacks
 
@@ -150,16 +142,17 @@ def _write(writer: Any, path: Path, tensors: list[LazyTensor], progress: Progres
 _PHI_3 = re.compile("phi-?3", re.IGNORECASE)
 
 
-def _add_card(writer: Any, plan: GgufPlan, name: str, license: str | None) -> None:
-    """Write the model's name, licence and size."""
+def _card_fields(plan: GgufPlan, name: str, license: str | None) -> dict[str, Any]:
+    """Return the model's name, licence and size."""
     from gguf.utility import model_weight_count_rounded_notation
 
-    writer.add_type("model")
-    writer.add_name(_adjust_name(name, strips_spaces=plan.vocabulary.strips_spaces))
-    if license:
-        writer.add_license(license)
     num_parameters = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())
-    writer.add_size_label(model_weight_count_rounded_notation(num_parameters))
+    return {
+        "general.type": "model",
+        "general.name": _adjust_name(name, strips_spaces=plan.vocabulary.strips_spaces),
+        **({"general.license": license} if license else {}),
+        "general.size_label": model_weight_count_rounded_notation(num_parameters),
+    }
 
 
 def _adjust_name(name: str, *, strips_spaces: bool) -> str:
@@ -173,31 +166,10 @@ def _adjust_name(name: str, *, strips_spaces: bool) -> str:
     return _PHI_3.sub("Phi 3", name)
 
 
-def _add_fields(writer: Any, fields: dict[str, FieldValue]) -> None:
-    """Write the metadata fields of an architecture; llama.cpp expects unsigned integers."""
+def _add_fields(writer: Any, fields: dict[str, Any]) -> None:
+    """Write metadata fields; llama.cpp expects unsigned integers."""
     from gguf import GGUFValueType
 
     for key, value in fields.items():
         kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
-
-
-def _add_vocabulary(writer: Any, vocabulary: GgufVocabulary) -> None:
-    """Write the tokenizer. The settings for adding BOS and EOS are always written, because defaults differ."""
-    tokens = vocabulary.tokens
-    writer.add_tokenizer_model(tokens.model)
-    writer.add_tokenizer_pre(tokens.pre_tokenizer)
-    writer.add_token_list(tokens.texts)
-    writer.add_token_types(tokens.types)
-    if tokens.scores is not None:
-        writer.add_token_scores(tokens.scores)
-    if tokens.merges is not None:
-        writer.add_token_merges(tokens.merges)
-    for name, number in vocabulary.special_ids.items():
-        getattr(writer, f"add_{name}_token_id")(number)
-    writer.add_add_bos_token(vocabulary.adds_bos)
-    writer.add_add_eos_token(vocabulary.adds_eos)
-    if tokens.space_prefix is not None:
-        writer.add_add_space_prefix(tokens.space_prefix)
-    if vocabulary.chat_template:
-        writer.add_chat_template(vocabulary.chat_template)

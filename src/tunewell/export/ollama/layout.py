@@ -11,9 +11,8 @@ for a comparison with the original, and `write_go` writes them for Ollama.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-from tunewell.inference.generate import shared_prefix_length
+from itertools import groupby, takewhile
+from typing import Any, Literal
 
 Message = Mapping[str, str]
 Roles = tuple[str, ...]
@@ -41,7 +40,7 @@ Segments = tuple[str | ContentSlot, ...]
 
 
 @dataclass(frozen=True)
-class Position:
+class TurnPosition:
     """A position in a conversation, with everything that a rule may depend on."""
 
     role: str
@@ -62,8 +61,13 @@ class Position:
 class Condition:
     """A yes/no test of a position, in Python and in Go."""
 
-    holds: Callable[[Position], bool]
+    attribute: str
+    value: object
     go: str
+
+    def holds(self, position: TurnPosition) -> bool:
+        """Return True if the position has this value."""
+        return getattr(position, self.attribute) == self.value
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,17 @@ class Layout:
     rules: Mapping[str, Rule]
     """The rule of each role; `end` is the rule of the generation prompt."""
     system_placement: Literal["inline", "moved", "dropped"] = "inline"
-    """Position of the first system message: before the next message (`inline`), inside another message such as the
+    """TurnPosition of the first system message: before the next message (`inline`), inside another message such as the
     last question (`moved`), or left out because the template rejects it (`dropped`)."""
     skips_empty_system: bool = False
     """Whether an empty first system message is ignored."""
     shows_later_system: bool = False
     """Whether system messages after the first message are rendered; otherwise they are left out."""
+
+    @property
+    def has_system(self) -> bool:
+        """Whether the template accepts a first system message."""
+        return self.system_placement != "dropped"
 
     def render(self, messages: Sequence[Message]) -> str:
         """Render a conversation up to the start of the reply, or to the end of an unfinished last reply."""
@@ -105,13 +114,13 @@ class Layout:
                     texts.append(segment.strip(content if segment.source == "message" else system))
         return "".join(texts)
 
-    def positions(self, messages: Sequence[Message]) -> Iterator[tuple[Position, str]]:
+    def positions(self, messages: Sequence[Message]) -> Iterator[tuple[TurnPosition, str]]:
         """Yield the position and content of each rendered message, then `end` if the next turn is a reply."""
         previous_role, has_system = "", False
         seen: set[str] = set()
 
-        def position(role: str, num_remaining: int) -> Position:
-            return Position(role, previous_role, has_system, "user" in seen, "assistant" in seen, num_remaining)
+        def position(role: str, num_remaining: int) -> TurnPosition:
+            return TurnPosition(role, previous_role, has_system, "user" in seen, "assistant" in seen, num_remaining)
 
         for index, message in enumerate(messages):
             role, content = message["role"], message["content"]
@@ -130,7 +139,7 @@ class Layout:
             yield position("end", 0), ""
 
 
-def follow_rule(rule: Rule, position: Position) -> Segments:
+def follow_rule(rule: Rule, position: TurnPosition) -> Segments:
     """Return the segments that a rule produces at a position."""
     while isinstance(rule, Branch):
         rule = rule.yes if rule.condition.holds(position) else rule.no
@@ -140,15 +149,15 @@ def follow_rule(rule: Rule, position: Position) -> Segments:
 # Learning: build a small decision tree for each role from observed positions.
 
 _CONDITIONS = (
-    Condition(lambda position: position.previous_role == "assistant", 'eq $left "assistant"'),
-    Condition(lambda position: position.previous_role == "", "not $left"),
-    Condition(lambda position: position.previous_role == "system", 'eq $left "system"'),
-    Condition(lambda position: position.previous_role == "user", 'eq $left "user"'),
-    Condition(lambda position: position.has_system, "$has_system"),
-    Condition(lambda position: position.num_remaining == 1, "eq $num_left 1"),
-    Condition(lambda position: position.num_remaining == 2, "eq $num_left 2"),
-    Condition(lambda position: position.has_user, "$has_asked"),
-    Condition(lambda position: position.has_assistant, "$has_replied"),
+    Condition("previous_role", "assistant", 'eq $left "assistant"'),
+    Condition("previous_role", "", "not $left"),
+    Condition("previous_role", "system", 'eq $left "system"'),
+    Condition("previous_role", "user", 'eq $left "user"'),
+    Condition("has_system", True, "$has_system"),
+    Condition("num_remaining", 1, "eq $num_left 1"),
+    Condition("num_remaining", 2, "eq $num_left 2"),
+    Condition("has_user", True, "$has_asked"),
+    Condition("has_assistant", True, "$has_replied"),
 )
 """Conditions for the decision trees; if several split equally well, the first is used."""
 
@@ -157,7 +166,7 @@ _CONDITIONS = (
 class Observation:
     """The text that a template rendered at one position of a conversation."""
 
-    position: Position
+    position: TurnPosition
     segments: Segments
     conversation: Sequence[Message]
 
@@ -277,17 +286,19 @@ def _remove_unused(text: str) -> str:
 
 def _write_rule(rule: Rule, strips: StripTemplates) -> str:
     head, tail = _write_head(rule, strips)
-    return head + _write_segments(tail, strips)
+    return head + _write_atoms(tail, strips)
 
 
-def _write_head(rule: Rule, strips: StripTemplates) -> tuple[str, Segments]:
-    """Return a rule in Go without the segments at the end of all its branches, and these shared segments."""
+def _write_head(rule: Rule, strips: StripTemplates) -> tuple[str, list[Any]]:
+    """Return a rule in Go without the characters and slots at the end of all its branches, and these shared atoms."""
     if not isinstance(rule, Branch):
-        return "", rule
-    (yes, yes_tail), (no, no_tail) = (_write_head(side, strips) for side in (rule.yes, rule.no))
-    shared = _shared_tail(yes_tail, no_tail)
-    yes += _write_segments(_without_tail(yes_tail, shared), strips)
-    no += _write_segments(_without_tail(no_tail, shared), strips)
+        return "", [atom for segment in rule for atom in (segment if isinstance(segment, str) else [segment])]
+    (yes, yes_atoms), (no, no_atoms) = (_write_head(side, strips) for side in (rule.yes, rule.no))
+    pairs = zip(reversed(yes_atoms), reversed(no_atoms), strict=False)
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    shared = yes_atoms[len(yes_atoms) - num_shared :]
+    yes += _write_atoms(yes_atoms[: len(yes_atoms) - num_shared], strips)
+    no += _write_atoms(no_atoms[: len(no_atoms) - num_shared], strips)
     condition = rule.condition.go
     if not yes:
         return f"{{{{ if {_negate(condition)} }}}}{no}{{{{ end }}}}", shared
@@ -301,33 +312,15 @@ def _negate(condition: str) -> str:
     return "ne " + condition.removeprefix("eq ") if condition.startswith("eq ") else f"not {condition}"
 
 
-def _shared_tail(one: Segments, other: Segments) -> Segments:
-    shared: list[str | ContentSlot] = []
-    for left, right in zip(reversed(one), reversed(other), strict=False):
-        if left != right:
-            if isinstance(left, str) and isinstance(right, str):
-                suffix = left[len(left) - shared_prefix_length(left[::-1], right[::-1]) :]
-                shared += [suffix] if suffix else []
-            break
-        shared.append(left)
-    return tuple(reversed(shared))
-
-
-def _without_tail(segments: Segments, tail: Segments) -> Segments:
-    if not tail:
-        return segments
-    rest = segments[: len(segments) - len(tail)]
-    boundary, first = segments[len(rest)], tail[0]
-    if isinstance(boundary, str) and isinstance(first, str):
-        return (*rest, boundary.removesuffix(first))
-    return rest
-
-
-def _write_segments(segments: Segments, strips: StripTemplates) -> str:
-    return "".join(
-        _UNSAFE.sub(_escape_unsafe, segment) if isinstance(segment, str) else _write_slot(segment, strips)
-        for segment in segments
-    )
+def _write_atoms(atoms: Sequence[Any], strips: StripTemplates) -> str:
+    """Return characters and slots in Go; neighbouring characters are one text."""
+    texts: list[str] = []
+    for is_text, run in groupby(atoms, key=lambda atom: isinstance(atom, str)):
+        if is_text:
+            texts.append(_UNSAFE.sub(_escape_unsafe, "".join(run)))
+        else:
+            texts += [_write_slot(slot, strips) for slot in run]
+    return "".join(texts)
 
 
 def _escape_unsafe(match: re.Match[str]) -> str:

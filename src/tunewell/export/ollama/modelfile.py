@@ -7,7 +7,7 @@ written this way are rejected.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,6 @@ _MAX_CONTEXT = 131_072
 _ENDS_EARLY = re.compile(r'"""\s*?[\r\n]')
 
 
-@dataclass(frozen=True)
-class OllamaTemplate:
-    """A chat template for Ollama, and the texts that end a reply."""
-
-    go: GoTemplate
-    stops: tuple[str, ...]
-
-
 def derive_modelfile(
     gguf: Path,
     *,
@@ -39,16 +31,15 @@ def derive_modelfile(
     date: str | None,
     config: Mapping[str, Any],
     license: str | None,
-) -> tuple[str, OllamaTemplate]:
+) -> tuple[str, GoTemplate]:
     """Return the Modelfile of a GGUF file and its template, derived from the chat template, tokenizer and config."""
     derived = derive_template(template, tokenizer=tokenizer, adds_bos=gguf_adds_bos(gguf), date=date)
-    text_config = {**(config.get("text_config") or {}), **config}
-    context_length = min(text_config.get("max_position_embeddings") or _MAX_CONTEXT, _MAX_CONTEXT)
-    text = modelfile(gguf.name, derived.go, stops=derived.stops, context_length=context_length, license=license)
+    context_length = min(config.get("max_position_embeddings") or _MAX_CONTEXT, _MAX_CONTEXT)
+    text = modelfile(gguf.name, derived, stops=derived.stops, context_length=context_length, license=license)
     return text, derived
 
 
-def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, date: str | None) -> OllamaTemplate:
+def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, date: str | None) -> GoTemplate:
     """Derive Ollama's template from a Jinja template; raise UserError if it cannot be converted or has no end of turn.
 
     `date` is the date used in training. It is written into the template, because Ollama's templates cannot read the
@@ -79,7 +70,7 @@ def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, 
             "the chat template writes no text at the end of a reply, so Ollama would not stop",
             fix="export `gguf`, or train with a template that ends turns",
         )
-    return OllamaTemplate(go, stops)
+    return replace(go, stops=stops)
 
 
 def gguf_adds_bos(gguf: Path) -> bool:

@@ -1,12 +1,14 @@
 """Probe a chat template by rendering marker messages and splitting the text at them; generate test conversations."""
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from importlib.resources import files
+from typing import Literal
 
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.ollama.layout import ContentSlot, Layout, NoExactLayout, Observation, Render, Roles, Segments
@@ -16,118 +18,13 @@ SPACES = "".join(character for character in map(chr, range(0x3001)) if character
 
 # Markers contain upper and lower case, quotes, and characters that JSON and HTML escape, so that any edit shows.
 _OPEN, _CLOSE = "Qz", "vXw'\"\\&<"
+_NUM_RANDOM = 100
+"""Random conversations per comparison, in addition to all short sequences of roles; about 30 ms for most templates."""
 _MARKER = re.compile(f"{_OPEN}([0-9]+){re.escape(_CLOSE)}")
 
 SystemPlacement = Literal["inline", "moved"]
 Parts = tuple[str, ...]
 """A text split at its markers: text, marker number, text, marker number, ..., text."""
-
-
-class ProbeResult(NamedTuple):
-    """The output of a template for one sequence of roles."""
-
-    observations: list[Observation]
-    closing: str | None
-    """The text after the last reply; None if the conversation does not end with a reply."""
-
-
-class Prober:
-    """Probes a template with sequences of roles; each sequence is rendered once."""
-
-    def __init__(self, render: Render) -> None:
-        self._render = render
-        self.probe = cache(self._probe)
-
-    def render(self, messages: Sequence[dict[str, str]]) -> str | None:
-        """Render a conversation, with a generation prompt unless it ends with a reply.
-
-        Return None if the template rejects it.
-        """
-        try:
-            return self._render(list(messages), messages[-1]["role"] != "assistant")
-        except TemplateFailed:
-            return None
-
-    def _probe(self, roles: Roles, placement: SystemPlacement) -> ProbeResult | None:
-        """Observe every position of a conversation with these roles, or return None if the template rejects it.
-
-        Raises `NoExactLayout` if the template changes content by more than stripping white space, or if the first
-        system message is not at its `placement`.
-        """
-        is_moved = placement == "moved" and roles[0] == "system"
-        parts = self._split(roles, is_moved=is_moved)
-        if parts is None:
-            return None
-        segments: list[str | ContentSlot] = list(parts)
-        for index, (left, right) in enumerate(self._find_stripped(roles, parts, is_moved=is_moved)):
-            is_system = is_moved and parts[2 * index + 1] == "0"
-            segments[2 * index + 1] = ContentSlot("system" if is_system else "message", left, right)
-        groups = list(_group_by_message(segments))
-        conversation = marked_conversation(roles)
-        layout = Layout({}, system_placement=placement, shows_later_system=True)
-        observations = [
-            Observation(position, group, conversation)
-            for (position, _), group in zip(layout.positions(conversation), groups, strict=False)
-        ]
-        if roles[-1] != "assistant":
-            return ProbeResult(observations, None)
-        if any(isinstance(segment, ContentSlot) for segment in groups[-1]):
-            raise NoExactLayout("the system message comes after the last reply", conversation)
-        return ProbeResult(observations, parts[-1])
-
-    def _find_stripped(self, roles: Roles, parts: Parts, *, is_moved: bool) -> list[tuple[str, str]]:
-        """Return the white space stripped from both ends of each marker, found by rendering spaces around markers."""
-        num_markers = len(parts) // 2
-        lefts, rights = [""] * num_markers, [""] * num_markers
-        for space in SPACES:
-            spaced_parts = self._split(roles, space, space, is_moved=is_moved)
-            if spaced_parts is None or spaced_parts[1::2] != parts[1::2]:
-                raise NoExactLayout(
-                    f"the template rejects or moves text next to {space!r}", marked_conversation(roles, space, space)
-                )
-            for gap, (bare, spaced) in enumerate(zip(parts[::2], spaced_parts[::2], strict=True)):
-                # The text between two markers may contain the space after the first and the space before the second.
-                # No marker precedes the first text, and none follows the last.
-                candidates = [
-                    (right, left)
-                    for right in ("", space)[: gap + 1]
-                    for left in ("", space)[: num_markers - gap + 1]
-                    if right + bare + left == spaced
-                ]
-                if not candidates:
-                    raise NoExactLayout(
-                        f"{space!r} next to a text changes more than the text",
-                        marked_conversation(roles, space, space),
-                    )
-                right, left = candidates[0]
-                if len(candidates) > 1:
-                    # The text consists of this space only: render the markers with a space on the left side only.
-                    left_only = self._split(roles, space, "", is_moved=is_moved)
-                    right, left = ("", space) if left_only and left_only[2 * gap] != bare else (space, "")
-                if gap and not right:
-                    rights[gap - 1] += space
-                if gap < num_markers and not left:
-                    lefts[gap] += space
-        return list(zip(lefts, rights, strict=True))
-
-    def _split(self, roles: Roles, left: str = "", right: str = "", *, is_moved: bool) -> Parts | None:
-        """Render markers and split the text at them; each marker must occur once, in order."""
-        messages = marked_conversation(roles, left, right)
-        text = self.render(messages)
-        if text is None:
-            return None
-        parts = tuple(_MARKER.split(text))
-        found = [int(number) for number in parts[1::2] if not is_moved or number != "0"]
-        expected = list(range(int(is_moved), len(roles)))
-        if found != expected:
-            lost = [index for index in expected if index not in found]
-            reason = (
-                f"the template changes or drops the text of the {roles[lost[0]]} message"
-                if lost
-                else "the template repeats or reorders the messages"
-            )
-            raise NoExactLayout(reason, messages)
-        return parts
 
 
 def marked_conversation(roles: Sequence[str], left: str = "", right: str = "") -> list[dict[str, str]]:
@@ -201,24 +98,20 @@ REPLY_FIRST = RoleGroup(
 SYSTEM_ALONE = RoleGroup("a system message alone", (("system",),), "is rendered as before a question")
 GROUPS = (UNFINISHED, SYSTEM_ALONE, LATER_SYSTEM, REPLY_FIRST)
 
-# fmt: off
-_CONTENTS = (
-    "Hello there", "no", "7", "In 1984 3.14 was 1,000 times 0", "I and i, İ and ı, ß and ẞ", "été e\u0301 ﬁ",
-    "你好，世界", "مرحبا", "👩‍👩‍👧 👍🏽", "\ufeffx\u200b", "a\u00a0b", "x = {\n\t'y': [1]\n}",
-    "{{ .Content }} {{- x -}}", "{% if x %}{{ bos_token }}{# y #}", "{", "}}", "<b>&amp;</b> \"q\" 'r' `s`", '"""',
-    "\\n \\", "%s %d %%", "a\r\nb", "one\n\ntwo\n\n\nthree", "- a\n- b", "# x", "user: hi\nassistant: ho", "null",
-    "None", "[1, 2]", "'", "so " * 300,
-)
-# fmt: on
-
 _MAX_MESSAGES = 80
 """Messages in the longest test conversations; differences that appear later are not detected."""
+
+
+@cache
+def _contents() -> list[str]:
+    """Return contents that templates often change."""
+    return json.loads((files("tunewell.export.ollama") / "awkward_texts.json").read_text(encoding="utf-8"))
 
 
 def awkward_text(draw: random.Random) -> str:
     """Return random content that templates often change, sometimes with white space around it."""
     left, right = (draw.choice(("", "", "", " ", "\n", "\n\n", " \n", draw.choice(SPACES))) for _ in range(2))
-    return left + draw.choice(_CONTENTS) + right
+    return left + draw.choice(_contents()) + right
 
 
 def awkward_conversation(roles: Sequence[str], draw: random.Random) -> list[dict[str, str]]:
@@ -271,6 +164,133 @@ def random_sequence(draw: random.Random, groups: Collection[RoleGroup], *, has_s
                 roles.append("user" if roles[-1] == "assistant" else "assistant")
         if is_covered(tuple(roles), groups, has_system=has_system):
             return tuple(roles)
+
+
+class OriginalTemplate:
+    """The model's chat template: observed with markers, and compared with layouts byte by byte."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self.closing: str | None = None
+        """The text after a finished reply at the end of a conversation; None until it is observed."""
+        self.num_same = 0
+        """Number of conversations that a layout rendered identically."""
+
+    def observe(self, sequences: Sequence[Roles], placement: SystemPlacement) -> list[Observation]:
+        """Return the template's output at every position of conversations with these roles, and set `closing`.
+
+        Conversations that the template rejects are skipped. Raises `NoExactLayout` if the template changes content by
+        more than stripping white space, if the first system message is not at its `placement`, or if the text after the
+        last reply varies.
+        """
+        observations: list[Observation] = []
+        closing = self.closing
+        for roles in sequences:
+            is_moved = placement == "moved" and roles[0] == "system"
+            parts = self._split(roles, is_moved=is_moved)
+            if parts is None:
+                continue
+            conversation = marked_conversation(roles)
+            groups = list(_group_by_message(self._with_slots(roles, parts, is_moved=is_moved)))
+            if roles[-1] == "assistant":
+                if any(isinstance(segment, ContentSlot) for segment in groups[-1]):
+                    raise NoExactLayout("the system message comes after the last reply", conversation)
+                if closing not in (None, parts[-1]):
+                    raise NoExactLayout("the text after the last reply varies", conversation)
+                closing = parts[-1]
+            positions = Layout({}, system_placement=placement, shows_later_system=True).positions(conversation)
+            observations += [
+                Observation(position, group, conversation)
+                for (position, _), group in zip(positions, groups, strict=False)
+            ]
+        self.closing = closing
+        return observations
+
+    def require_match(self, layout: Layout, groups: Collection[RoleGroup]) -> None:
+        """Compare a layout with the template on new conversations; raise `NoExactLayout` at the first difference.
+
+        The template may reject conversations other than alternating questions and replies.
+        """
+        draw = random.Random(len(groups))
+        longer = (random_sequence(draw, groups, has_system=layout.has_system) for _ in range(_NUM_RANDOM))
+        num_same = 0
+        for roles in (*short_sequences(groups, has_system=layout.has_system), *longer):
+            messages = awkward_conversation(roles, draw)
+            expected = self._render_text(messages)
+            if expected is not None and roles[-1] == "assistant":
+                if self.closing is None or not expected.endswith(self.closing):
+                    raise NoExactLayout("the text after the last reply varies", messages)
+                expected = expected.removesuffix(self.closing)
+            if expected is None and not groups:
+                raise NoExactLayout("the template rejects some alternating questions and replies", messages)
+            if expected is not None and layout.render(messages) != expected:
+                raise NoExactLayout("the rendered text depends on more than the order of the messages", messages)
+            num_same += expected is not None
+        self.num_same += num_same
+
+    def matches(self, layout: Layout, conversations: Sequence[list[dict[str, str]]]) -> bool:
+        """Return True if a layout and the template render these identically; rejected conversations are skipped."""
+        try:
+            texts = [self._render_text(messages) for messages in conversations]
+        except NoExactLayout:
+            return False
+        pairs = zip(texts, conversations, strict=True)
+        return all(text is None or layout.render(messages) == text for text, messages in pairs)
+
+    def _render_text(self, messages: list[dict[str, str]]) -> str | None:
+        """Render a conversation, with a generation prompt unless it ends with a reply; None if it is rejected."""
+        try:
+            return self._render(messages, messages[-1]["role"] != "assistant")
+        except TemplateFailed:
+            return None
+
+    def _with_slots(self, roles: Roles, parts: Parts, *, is_moved: bool) -> list[str | ContentSlot]:
+        """Return the parts with a slot for each marker, with the white space that is stripped from the content.
+
+        Every marker is rendered between two different white-space characters, so each of them is found in the text.
+        """
+        lefts, rights = ([""] * (len(parts) // 2) for _ in range(2))
+        for left, right in zip(SPACES, SPACES[1:] + SPACES[:1], strict=True):
+            spaced_parts = self._split(roles, left, right, is_moved=is_moved)
+            messages = marked_conversation(roles, left, right)
+            if spaced_parts is None or spaced_parts[1::2] != parts[1::2]:
+                raise NoExactLayout(f"the template rejects or moves text next to {left!r} or {right!r}", messages)
+            for gap, (bare, spaced) in enumerate(zip(parts[::2], spaced_parts[::2], strict=True)):
+                # No marker precedes the first text, and none follows the last.
+                after, before = right if gap else "", left if gap < len(lefts) else ""
+                kept = [(a, b) for a in {after, ""} for b in {before, ""} if a + bare + b == spaced]
+                if not kept:
+                    raise NoExactLayout(f"{left!r} or {right!r} next to a text changes more than the text", messages)
+                [(kept_after, kept_before)] = kept
+                if kept_after != after:
+                    rights[gap - 1] += right
+                if kept_before != before:
+                    lefts[gap] += left
+        segments: list[str | ContentSlot] = list(parts)
+        for index, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+            is_system = is_moved and parts[2 * index + 1] == "0"
+            stripped = left, "".join(sorted(right))
+            segments[2 * index + 1] = ContentSlot("system" if is_system else "message", *stripped)
+        return segments
+
+    def _split(self, roles: Roles, left: str = "", right: str = "", *, is_moved: bool) -> Parts | None:
+        """Render markers and split the text at them; each marker must occur once, in order."""
+        messages = marked_conversation(roles, left, right)
+        text = self._render_text(messages)
+        if text is None:
+            return None
+        parts = tuple(_MARKER.split(text))
+        found = [int(number) for number in parts[1::2] if not is_moved or number != "0"]
+        expected = list(range(int(is_moved), len(roles)))
+        if found != expected:
+            lost = [index for index in expected if index not in found]
+            reason = (
+                f"the template changes or drops the text of the {roles[lost[0]]} message"
+                if lost
+                else "the template repeats or reorders the messages"
+            )
+            raise NoExactLayout(reason, messages)
+        return parts
 
 
 _TAG = re.compile(r"\{[{%](.*?)[}%]\}", re.DOTALL)

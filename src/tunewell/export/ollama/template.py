@@ -7,21 +7,20 @@ the notes. A template without an exact counterpart is rejected, with a conversat
 """
 
 import json
-import random
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunewell.core.errors import UserError
+from tunewell.core.text import shorten
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.ollama.layout import (
     Layout,
     Message,
     NoExactLayout,
     Observation,
-    Position,
     Render,
-    Roles,
+    TurnPosition,
     follow_rule,
     learn_rules,
     write_go,
@@ -31,20 +30,14 @@ from tunewell.export.ollama.probes import (
     LATER_SYSTEM,
     QUESTIONS,
     SYSTEM_ALONE,
-    UNFINISHED,
-    Prober,
+    OriginalTemplate,
     RoleGroup,
     SystemPlacement,
-    awkward_conversation,
     fill_role,
     is_covered,
-    random_sequence,
-    short_sequences,
     string_literals,
 )
 
-_NUM_RANDOM = 100
-"""Random conversations per comparison, in addition to all short sequences of roles; about 30 ms for most templates."""
 _MAX_LISTED = 5
 
 
@@ -62,6 +55,8 @@ class GoTemplate:
     """Number of conversations that this template and the original rendered identically."""
     notes: tuple[str, ...] = ()
     """Differences from the original."""
+    stops: tuple[str, ...] = ()
+    """The texts that end a reply, if the tokenizer is known."""
 
 
 def derive_go_template(
@@ -101,7 +96,7 @@ def derive_go_template(
             f"the date in the text stays at {date or 'the date of the export'}; the model's own template writes "
             "today's date"
         )
-    after_reply = follow_rule(layout.rules["user"], Position("user", "assistant", False, True, True, 1))
+    after_reply = follow_rule(layout.rules["user"], TurnPosition("user", "assistant", False, True, True, 1))
     return GoTemplate(
         text=write_go(layout),
         closing=original.closing or "",
@@ -132,67 +127,6 @@ def stop_texts(template: GoTemplate, *, control_tokens: Collection[str]) -> tupl
     return ()
 
 
-class OriginalTemplate:
-    """The model's chat template, against which layouts are compared byte by byte."""
-
-    def __init__(self, render: Render) -> None:
-        self._prober = Prober(render)
-        self.closing: str | None = None
-        """The text after a finished reply at the end of a conversation; None until it is known."""
-        self.num_same = 0
-        """Number of conversations that a layout rendered identically."""
-
-    def observe(self, sequences: Sequence[Roles], placement: SystemPlacement) -> list[Observation]:
-        """Return the template's output for these sequences; empty if the template rejects all of them."""
-        results = [result for roles in sequences if (result := self._prober.probe(roles, placement))]
-        return [observation for result in results for observation in result.observations]
-
-    def find_closing(self, sequences: Sequence[Roles], placement: SystemPlacement) -> None:
-        """Set `closing` to the text after a finished reply; raise `NoExactLayout` if the text varies."""
-        results = [result for roles in sequences if (result := self._prober.probe(roles, placement))]
-        different = next((result for result in results if result.closing != results[0].closing), None)
-        if different:
-            raise NoExactLayout("the text after the last reply varies", different.observations[0].conversation)
-        self.closing = results[0].closing
-
-    def require_match(self, layout: Layout, groups: Collection[RoleGroup]) -> None:
-        """Compare a layout with the template on new conversations; raise `NoExactLayout` at the first difference.
-
-        The template may reject conversations other than alternating questions and replies.
-        """
-        draw = random.Random(len(groups))
-        has_system = layout.system_placement != "dropped"
-        longer = (random_sequence(draw, groups, has_system=has_system) for _ in range(_NUM_RANDOM))
-        num_same = 0
-        for roles in (*short_sequences(groups, has_system=has_system), *longer):
-            messages = awkward_conversation(roles, draw)
-            expected = self._render_open(messages)
-            if expected is None and not groups:
-                raise NoExactLayout("the template rejects some alternating questions and replies", messages)
-            if expected is not None and layout.render(messages) != expected:
-                raise NoExactLayout("the rendered text depends on more than the order of the messages", messages)
-            num_same += expected is not None
-        self.num_same += num_same
-
-    def matches(self, layout: Layout, conversations: Sequence[list[dict[str, str]]]) -> bool:
-        """Return True if a layout and the template render these identically; rejected conversations are skipped."""
-        try:
-            texts = [self._prober.render(messages) for messages in conversations]
-        except NoExactLayout:
-            return False
-        pairs = zip(texts, conversations, strict=True)
-        return all(text is None or layout.render(messages) == text for text, messages in pairs)
-
-    def _render_open(self, messages: list[dict[str, str]]) -> str | None:
-        """Render a conversation without the text that ends its last reply."""
-        text = self._prober.render(messages)
-        if text is None or messages[-1]["role"] != "assistant":
-            return text
-        if self.closing is None or not text.endswith(self.closing):
-            raise NoExactLayout("the text after the last reply varies", messages)
-        return text.removesuffix(self.closing)
-
-
 # Learning.
 
 
@@ -202,7 +136,7 @@ def _learn_layout(original: OriginalTemplate, notes: list[str]) -> Layout:
         layout, observations = _learn_questions(original, "inline")
     except NoExactLayout:
         layout, observations = _learn_questions(original, "moved")
-    if layout.system_placement == "dropped":
+    if not layout.has_system:
         notes.append("system messages are left out; the model's template rejects them")
     covered: list[RoleGroup] = []
     for group in GROUPS:
@@ -241,13 +175,10 @@ def _extend_layout(
     """Extend a layout by the last of these groups; return no observations if the template rejects the group."""
     group = groups[-1]
     placement: SystemPlacement = "moved" if layout.system_placement == "moved" else "inline"
-    has_system = layout.system_placement != "dropped"
-    sequences = [roles for roles in group.sequences if is_covered(roles, groups, has_system=has_system)]
+    sequences = [roles for roles in group.sequences if is_covered(roles, groups, has_system=layout.has_system)]
     new = original.observe(sequences, placement)
     if not new:
         return layout, []
-    if group is UNFINISHED:
-        original.find_closing(sequences, placement)
     shows_later_system = layout.shows_later_system or group is LATER_SYSTEM
     extended = replace(layout, rules=learn_rules(observations + new), shows_later_system=shows_later_system)
     original.require_match(extended, groups)
@@ -259,8 +190,7 @@ def _extend_layout(
 
 def _find_differences(original: OriginalTemplate, layout: Layout, source: str | None) -> Iterator[str]:
     """Yield a note for each difference; string literals of the template's source are tested as content."""
-    has_system = layout.system_placement != "dropped"
-    sequences = [*QUESTIONS[:3], *(("system", *roles) for roles in QUESTIONS[:3] if has_system)]
+    sequences = [*QUESTIONS[:3], *(("system", *roles) for roles in QUESTIONS[:3] if layout.has_system)]
     for role in ("system", "user", "assistant"):
         for content, kind in (("", "empty"), (" \n", "blank")):
             conversations = [fill_role(roles, role, content) for roles in sequences if role in roles]
@@ -279,15 +209,14 @@ def _find_differences(original: OriginalTemplate, layout: Layout, source: str | 
 
 def _is_ordinary(original: OriginalTemplate, layout: Layout, text: str) -> bool:
     """Return True if messages that contain this text are rendered like other messages."""
-    roles = QUESTIONS[1] if layout.system_placement == "dropped" else ("system", *QUESTIONS[1])
+    roles = ("system", *QUESTIONS[1]) if layout.has_system else QUESTIONS[1]
     contents = (text, f"a{text}b", f"{text}b", f"a\n{text}\n\nb")
     conversations = [fill_role(roles, role, content) for role in dict.fromkeys(roles) for content in contents]
     return original.matches(layout, conversations)
 
 
 def _renders_differ(render: Render, other: Render, layout: Layout) -> bool:
-    has_system = layout.system_placement != "dropped"
-    sequences = (QUESTIONS[1], *([("system", *QUESTIONS[1])] if has_system else []))
+    sequences = (QUESTIONS[1], *([("system", *QUESTIONS[1])] if layout.has_system else []))
     conversations = [fill_role(roles, "user", "Hello") for roles in sequences]
     return any(render(messages, True) != other(messages, True) for messages in conversations)
 
@@ -313,9 +242,6 @@ def _without_bos(bos: str, render: Render, *, has_bos: bool) -> Render:
 
 def _format_conversation(conversation: Sequence[Message], max_chars: int = 60) -> str:
     """Format a conversation on one line; long messages and conversations are truncated."""
-    shown = [dict(message) for message in conversation[:8]]
-    for message in shown:
-        if len(message["content"]) > max_chars:
-            message["content"] = message["content"][:max_chars] + "..."
+    shown = [{**message, "content": shorten(message["content"], max_chars)} for message in conversation[:8]]
     more = f" and {len(conversation) - 8} more" if len(conversation) > 8 else ""
     return json.dumps(shown, ensure_ascii=False) + more

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+import torch
 from tokenizers import Tokenizer
 
 from tunewell.core.files import read_text, sha256_file, sha256_text
@@ -22,10 +23,10 @@ from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.data.tokenizers.sentencepiece import UNUSED
 from tunewell.inference.generate import shared_prefix_length
-from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Proof
+from tunewell.records.parity import Artefact, Check, Proof, ProofProbe, TrainedFacts
 
 Logits = npt.NDArray[np.float32]
-MAX_SHOWN = 3
+_MAX_SHOWN = 3
 _MAX_CHARS = 40
 # Keys in which a library records its own version, or the number format of one file.
 _IGNORED_KEYS = frozenset(
@@ -48,10 +49,17 @@ def bounds() -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: Path, artefact: Artefact) -> Check:
-    """Check that every file of an artefact is unchanged, and that its folder contains no other files."""
-    problems = [*damaged_files(folder, artefact.sha256s), *_other_files(folder, artefact)]
-    message = "; ".join(problems[:MAX_SHOWN]) or f"{count(len(artefact.sha256s), 'file')} unchanged"
-    return Check(name="files", is_ok=not problems, words=message)
+    """Check that every file of an artefact is unchanged, and that its folder contains no files that a loader reads."""
+    others = [name for name in visible_files(folder, folder / artefact.path) if name not in artefact.sha256s]
+    problems = damaged_files(folder, artefact.sha256s)
+    problems += [f"`{name}` does not belong to the artefact" for name in others]
+    return check_problems("files", problems, otherwise=f"{count(len(artefact.sha256s), 'file')} unchanged")
+
+
+def check_problems(name: Any, problems: Sequence[str], *, otherwise: str, **figures: int) -> Check:
+    """Return a check that has failed with the first of these problems, or the message `otherwise`."""
+    message = "; ".join(problems[:_MAX_SHOWN]) or otherwise
+    return Check(name=name, is_ok=not problems, words=message, figures=figures)
 
 
 def damaged_files(folder: Path, sha256s: Mapping[str, str]) -> list[str]:
@@ -61,15 +69,13 @@ def damaged_files(folder: Path, sha256s: Mapping[str, str]) -> list[str]:
     return [*(f"`{name}` is missing" for name in missing), *(f"`{name}` was changed" for name in changed)]
 
 
-def _other_files(folder: Path, artefact: Artefact) -> list[str]:
-    """Return a message for each file in an artefact's folder that does not belong to it; a loader might read it."""
-    own_folder = folder / artefact.path
-    if not own_folder.is_dir():
-        return []
-    names = (path.relative_to(folder).as_posix() for path in sorted(own_folder.rglob("*")) if path.is_file())
-    # No loader reads hidden files; operating systems and git create them.
-    visible = (name for name in names if not any(part.startswith(".") for part in Path(name).parts))
-    return [f"`{name}` does not belong to the artefact" for name in visible if name not in artefact.sha256s]
+def visible_files(folder: Path, place: Path) -> list[str]:
+    """Return the names, relative to `folder`, of a file or of the files in a folder.
+
+    Hidden files are left out: no loader reads them, and operating systems and git create them.
+    """
+    paths = [path.relative_to(folder) for path in sorted((place, *place.rglob("*"))) if path.is_file()]
+    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
 
 
 # Text.
@@ -101,7 +107,7 @@ def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str
     return Check(name="template", is_ok=not wrong, words=message)
 
 
-def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, library: str) -> Check:
+def check_ids(proof: Proof, tokenize: Callable[[ProofProbe], Sequence[int]], *, library: str) -> Check:
     """Check that a library's tokenizer produces the same token ids as in training for every probe."""
     wrong = []
     for probe in proof.probes:
@@ -190,28 +196,28 @@ def compare_logits(reference: Sequence[Logits], found: Sequence[Logits], *, tie:
         return LogitDifference(positions, float("inf"), float("inf"), 0.0, 0, float("inf"))
     # Text by text: the logits of one text fit into the processor's cache, those of all texts do not.
     parts = [_compare_rows(one[:, :width], other[:, :width], tie) for one, other in zip(reference, found, strict=True)]
-    largest, sums, is_same, is_tie, kl = (np.concatenate(own) for own in zip(*parts, strict=True))
+    largest, sums, is_same, is_tie, kl = torch.cat(parts, dim=1)
     return LogitDifference(
         positions=positions,
         largest=float(largest.max()),
         mean=float(sums.sum() / (positions * width)),
         same_top=float(is_same.mean()),
-        near_ties=int((is_tie & ~is_same).sum()),
+        near_ties=int((is_tie * (1 - is_same)).sum()),
         kl=float(kl.mean()),
     )
 
 
-def _compare_rows(reference: Logits, found: Logits, tie: float) -> tuple[np.ndarray, ...]:
+def _compare_rows(reference: Logits, found: Logits, tie: float) -> torch.Tensor:
     """Return, for each row: largest and summed difference, is the top token the same, is it a near tie, and the KL."""
-    expected, got = (rows.astype(np.float64) for rows in (reference, found))
-    expected -= expected.mean(axis=1, keepdims=True)
-    got -= got.mean(axis=1, keepdims=True)
-    difference = np.abs(expected - got)
-    every, top, found_top = np.arange(len(expected)), expected.argmax(axis=1), got.argmax(axis=1)
-    is_tie = expected[every, top] - expected[every, found_top] < tie * expected.std(axis=1)
-    log_expected, log_got = (rows - _log_sum_exp(rows) for rows in (expected, got))
-    kl = (np.exp(log_expected) * (log_expected - log_got)).sum(axis=1)
-    return difference.max(axis=1), difference.sum(axis=1), top == found_top, is_tie, kl
+    expected, got = (torch.from_numpy(rows).double() for rows in (reference, found))
+    expected, got = (rows - rows.mean(dim=1, keepdim=True) for rows in (expected, got))
+    difference = (expected - got).abs()
+    top, found_top = (rows.argmax(dim=1, keepdim=True) for rows in (expected, got))
+    lead = (expected.gather(1, top) - expected.gather(1, found_top))[:, 0]
+    is_tie = lead < tie * expected.std(dim=1, correction=0)
+    log_expected, log_got = (rows.log_softmax(dim=1) for rows in (expected, got))
+    kl = (log_expected.exp() * (log_expected - log_got)).sum(dim=1)
+    return torch.stack([difference.amax(dim=1), difference.sum(dim=1), (top == found_top)[:, 0], is_tie, kl])
 
 
 def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]) -> Check:
@@ -238,11 +244,6 @@ def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]
     return Check(name="logits", is_ok=is_ok, words=message, figures=figures, bound=allowed)
 
 
-def _log_sum_exp(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    top = logits.max(axis=1, keepdims=True)
-    return top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
-
-
 # Settings stored beside the weights.
 
 
@@ -252,7 +253,7 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(relevant, sort_keys=True, default=str))
 
 
-def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any, generation: Any) -> Check:
+def check_settings(path: Path, tokenizer: Any, facts: TrainedFacts, *, config: Any, generation: Any) -> Check:
     """Compare a folder's settings, as read by transformers, with the model's; `config` is None for an adapter."""
     problems = _differences("generation_config.json", plain_settings(generation.to_dict()), facts.generation)
     if config is not None:
@@ -271,11 +272,11 @@ def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any
             f"both `{_TOKENIZER_CONFIG}` and `{_TEMPLATE_FILE}` have a chat template; programs differ in which they use"
         )
     problems += _tokenizer_problems(path, tokenizer, facts)
-    message = "; ".join(problems[:MAX_SHOWN]) or "settings, tokenizer, stop ids and special tokens match the model's"
-    return Check(name="settings", is_ok=not problems, words=message, figures={"wrong": len(problems)})
+    message = "settings, tokenizer, stop ids and special tokens match the model's"
+    return check_problems("settings", problems, otherwise=message, wrong=len(problems))
 
 
-def _tokenizer_problems(path: Path, tokenizer: Any, facts: ModelFacts) -> list[str]:
+def _tokenizer_problems(path: Path, tokenizer: Any, facts: TrainedFacts) -> list[str]:
     """Compare every part of `tokenizer.json`, the text of the template, and the ids of plain texts with the run's."""
     found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json"))) if facts.tokenizer else {}
     problems = [
@@ -310,7 +311,7 @@ def vocabulary_digest(tokenizer: LoadedTokenizer) -> dict[str, str]:
     merges = orjson.loads(tokenizer.backend.to_str())["model"].get("merges")
     digest = {"words": _hash_tokens((number, token) for token, number in vocabulary.items())}
     if merges:
-        digest["merges"] = _hash(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)
+        digest["merges"] = _hash(map(" ".join, merges))
     return digest
 
 

@@ -1,8 +1,7 @@
 """Verify a GGUF file: its metadata, each tensor, and the output of llama.cpp."""
 
 import math
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.export.gguf.architecture import Settings, ignored_window, metadata_fields, read_settings, rope_tables
-from tunewell.export.gguf.quantize import quantize_rows
-from tunewell.export.gguf.weights import NamedTensor, WeightFiles, name_tensors
+from tunewell.export.gguf.architecture import (
+    Settings,
+    llama_cpp_facts,
+    metadata_fields,
+    read_settings,
+    rope_tables,
+)
+from tunewell.export.gguf.quantize import can_quantize, quantize_rows
+from tunewell.export.gguf.weights import NamedTensor, name_tensors
 from tunewell.export.proof.checks import (
-    MAX_SHOWN,
     Logits,
     check_answers,
     check_ids,
     check_logits,
+    check_problems,
     check_stop,
     check_template,
     gguf_vocabulary_digest,
@@ -44,18 +48,10 @@ from tunewell.inference.decoder import Generated
 from tunewell.inference.generate import shared_prefix_length
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
-from tunewell.model_files.gguf import TensorEntry, read_metadata, read_tensor_table
+from tunewell.model_files.gguf import read_metadata, read_tensor_table
 from tunewell.models.gguf import read_entry
-from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Question
+from tunewell.records.parity import Artefact, Check, ProofProbe, ProofQuestion, TrainedFacts
 
-_SPECIAL_ID_FIELDS = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "unk": "unknown_token_id",
-    "sep": "seperator_token_id",  # misspelled in GGUF
-    "pad": "padding_token_id",
-    "mask": "mask_token_id",
-}
 _SPARE_TOKENS = 64
 _SMALL_FILE_BYTES = 64 * 2**20
 _PYTHON_TYPES = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"})
@@ -69,7 +65,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
     window = None
     if proof.model is not None:
         settings = read_settings(proof.model.config)
-        window = ignored_window(settings)
+        window = settings.ignored_window
         file_checks += [
             check_gguf_fields(path, settings, proof.model, proof.stop_ids),
             check_gguf_tensors(path, settings, reference.sketches, reference.rounded, progress=context.progress),
@@ -98,22 +94,21 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
             found += _last_logits(model, [probe], proof.num_positions, context.progress)
     is_finite = all(bool(np.isfinite(rows).all()) for rows in found)
     message = "all logits are finite" if is_finite else "some logits are NaN or infinite"
-    ordered = [*(own for own in pairs if not own[0].is_long), *(own for own in pairs if own[0].is_long)]
     return [
         Check(name="finite", is_ok=is_finite, words=message),
         ids_check,
-        check_logits(artefact.name, [logits for _, logits in ordered], found),
+        check_logits(artefact.name, [logits for _, logits in pairs], found),
         check_answers(proof, [answer.ids for answer in answers], is_exact=artefact.precision == "f32"),
         check_stop(proof, sorted(stops), [answer.ended for answer in answers], is_list=False),
         *file_checks,
     ]
 
 
-def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_ids: Sequence[int]) -> Check:
+def check_gguf_fields(path: Path, settings: Settings, facts: TrainedFacts, stop_ids: Sequence[int]) -> Check:
     """Compare the metadata, special tokens and vocabulary of a file with the model's."""
     found = read_metadata(path)
     expected: dict[str, Any] = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
-    for name, field in _SPECIAL_ID_FIELDS.items():
+    for name, field in llama_cpp_facts()["special_ids"].items():
         number = facts.special_ids.get(name, settings.values.get(f"{name}_token_id"))
         if isinstance(number, int):
             expected[f"tokenizer.ggml.{field}"] = number
@@ -134,9 +129,8 @@ def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_id
     for part, digest in gguf_vocabulary_digest(found).items():
         if facts.vocabulary.get(part) not in (None, digest):
             problems.append(f"the {part} of the vocabulary differ from the tokenizer's")
-    message = "; ".join(problems[:MAX_SHOWN]) or f"{len(expected)} fields and the vocabulary match the model's"
-    figures = {"fields": len(expected), "wrong": len(problems)}
-    return Check(name="settings", is_ok=not problems, words=message, figures=figures)
+    message = f"{len(expected)} fields and the vocabulary match the model's"
+    return check_problems("settings", problems, otherwise=message, fields=len(expected), wrong=len(problems))
 
 
 def check_gguf_tensors(
@@ -148,13 +142,27 @@ def check_gguf_tensors(
     progress: ProgressListener = silent,
 ) -> Check:
     """Dequantise every tensor of a file with the `gguf` package, and compare it with the trained tensor."""
-    expected = _expected_tensors(settings, sketches, rounded)
-    table = read_tensor_table(path)
-    names = [entry.name for entry in table]
+    import gguf
+
+    tables = {name: sketch(table) for name, table in rope_tables(settings).items()}
+    sources = {**sketches, **tables}
+    expected = {tensor.name: tensor for tensor in name_tensors(sketches, settings)}
+    table = {entry.name: entry for entry in read_tensor_table(path)}
+
+    def compare(name: str) -> Compared:
+        values, kind = read_entry(path, table[name]), gguf.GGMLQuantizationType(table[name].type_number).name
+        tensor = expected[name]
+        own = _stored_sketch([sources[source] for source in tensor.sources], tensor, settings)
+        rows = rounded.get(f"{kind}/{tensor.sources[0]}")
+        if rows is not None and tensor.is_interleaved:
+            rows = _interleave(rows, settings)
+        found = values.reshape(own.shape) if values.numel() == math.prod(own.shape) else values
+        return Compared(name, kind, own, sketch(found, own.direction), rows)
+
     return check_tensors(
-        _compare_file(path, table, expected, progress),
-        missing=[name for name in expected if name not in names],
-        unknown=[name for name in names if name not in expected],
+        map_tensors(compare, [name for name in table if name in expected], progress=progress),
+        missing=[name for name in expected if name not in table],
+        unknown=[name for name in table if name not in expected],
     )
 
 
@@ -171,12 +179,9 @@ def quantized_sketches(
     This does not use the GGUF writer, so it can detect bugs in it. Types that neither the `gguf` package nor llama.cpp
     can quantise are left out.
     """
-    gguf = import_optional("gguf", extra="export", purpose="verifying a GGUF file")
-    sources = {
-        tensor.name: tensor.sources[0]
-        for tensor in name_tensors(_SketchedWeights(sketches, settings), settings)
-        if not tensor.is_stacked
-    }
+    import gguf
+
+    sources = {tensor.name: tensor.sources[0] for tensor in name_tensors(sketches, settings) if not tensor.is_stacked}
     weights = dict(model.named_parameters())
     jobs: dict[str, tuple[str, Rounding]] = {}
     for path in files:
@@ -191,56 +196,16 @@ def quantized_sketches(
         source, rounding = job
         return sketch(weights[source], sketches[source].direction, rounding=rounding).rows
 
-    rows = {}
-    for key, own in zip(jobs, map_tensors(round_rows, jobs.values()), strict=True):
-        rows[key] = own
-        progress(Progress("rounding", len(rows), len(jobs), "tensors"))
-    return rows
+    rows = map_tensors(round_rows, jobs.values(), stage="rounding", progress=progress)
+    return dict(zip(jobs, rows, strict=True))
 
 
-class _SketchedWeights(WeightFiles):
-    """The names and shapes of the trained tensors, in the form that the GGUF writer reads, without values."""
-
-    def __init__(self, sketches: Mapping[str, Sketch], settings: Settings) -> None:
-        self.sketches: dict[str, Sketch] = {}
-        for name, own in sketches.items():
-            for pattern, replacement in settings.text_part.get("names", {}).items():
-                name = re.sub(pattern, replacement, name)
-            if not re.search(settings.text_part.get("dropped", r"(?!)"), name):
-                self.sketches[name] = own
-
-    def names(self) -> set[str]:
-        return set(self.sketches)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.sketches[name].shape
-
-
-def _expected_tensors(
-    settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
-) -> dict[str, tuple[Sketch, dict[str, Rows]]]:
-    """Return the sketch and the rounded rows of each tensor, with llama.cpp's names and row order."""
-    weights = _SketchedWeights(sketches, settings)
-    expected: dict[str, tuple[Sketch, dict[str, Rows]]] = {
-        name: (sketch(torch.from_numpy(np.asarray(table))), {}) for name, table in rope_tables(settings).items()
-    }
-    kinds = {key.partition("/")[0] for key in rounded}
-    for tensor in name_tensors(weights, settings):
-        keys = {kind: f"{kind}/{tensor.sources[0]}" for kind in kinds}
-        rows = {kind: rounded[key] for kind, key in keys.items() if key in rounded}
-        if tensor.is_interleaved:
-            rows = {kind: _interleave(own, settings) for kind, own in rows.items()}
-        expected[tensor.name] = (_stored_sketch(weights, tensor, settings), rows)
-    return expected
-
-
-def _stored_sketch(weights: _SketchedWeights, tensor: NamedTensor, settings: Settings) -> Sketch:
-    sources = [weights.sketches[name] for name in tensor.sources]
+def _stored_sketch(sources: Sequence[Sketch], tensor: NamedTensor, settings: Settings) -> Sketch:
     own = sources[0]
     if tensor.is_stacked:
         # Norms of single heads: every value is a row, so the rows are concatenated.
         rows = np.concatenate([source.rows for source in sources])
-        own = Sketch((len(rows),), rows, np.abs(rows[:, 0]))
+        own = Sketch.of_values(rows)
     if tensor.is_interleaved:
         own = own.map_rows(lambda rows: _interleave(rows, settings))
     return own.map_rows(lambda rows: rows + 1) if tensor.is_norm_plus_one else own
@@ -250,26 +215,6 @@ def _interleave(rows: Rows, settings: Settings) -> Rows:
     """Reorder the rows of queries and keys as in llama.cpp, which stores rotary pairs in adjacent rows."""
     half = settings.values["head_dim"] // 2
     return rows.reshape(-1, 2, half, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _compare_file(
-    path: Path,
-    table: Iterable[TensorEntry],
-    expected: Mapping[str, tuple[Sketch, dict[str, Rows]]],
-    progress: ProgressListener,
-) -> Iterator[Compared]:
-    gguf = import_optional("gguf", extra="export", purpose="verifying a GGUF file")
-
-    def compare(entry: TensorEntry) -> Compared:
-        values, kind = read_entry(path, entry), gguf.GGMLQuantizationType(entry.type_number).name
-        own, rounded = expected[entry.name]
-        found = values.reshape(own.shape) if values.numel() == math.prod(own.shape) else values
-        return Compared(entry.name, kind, own, sketch(found, own.direction), rounded.get(kind))
-
-    entries = [entry for entry in table if entry.name in expected]
-    for index, pair in enumerate(map_tensors(compare, entries), start=1):
-        progress(Progress("tensors", index, len(entries), "tensors"))
-        yield pair
 
 
 def _is_same(found: Any, expected: Any) -> bool:
@@ -284,7 +229,7 @@ def _open_model(path: Path, num_tokens: int) -> LlamaModel:
     return find_llama().open(path, context=num_tokens + _SPARE_TOKENS, threads=threads)
 
 
-def _tokenize(model: LlamaModel, probe: Probe) -> list[int]:
+def _tokenize(model: LlamaModel, probe: ProofProbe) -> list[int]:
     text = probe.text
     if model.adds_bos and model.bos is not None:
         # llama.cpp adds the BOS token; its programs first remove the one that the template wrote.
@@ -292,7 +237,9 @@ def _tokenize(model: LlamaModel, probe: Probe) -> list[int]:
     return model.tokenize(text, add_special=True, parse_special=True)
 
 
-def _last_logits(model: LlamaModel, probes: Sequence[Probe], number: int, progress: ProgressListener) -> list[Logits]:
+def _last_logits(
+    model: LlamaModel, probes: Sequence[ProofProbe], number: int, progress: ProgressListener
+) -> list[Logits]:
     logits = []
     for index, probe in enumerate(probes):
         progress(Progress("logits", index, len(probes), "texts"))
@@ -300,7 +247,7 @@ def _last_logits(model: LlamaModel, probes: Sequence[Probe], number: int, progre
     return logits
 
 
-def _answer(model: LlamaModel, question: Question, max_new_tokens: int, stops: Collection[int]) -> Generated:
+def _answer(model: LlamaModel, question: ProofQuestion, max_new_tokens: int, stops: Collection[int]) -> Generated:
     """Return llama.cpp's greedy answer by speculative decoding: the draft is the answer of the trained model.
 
     One forward pass tests every token of the draft. Only tokens after the first difference are generated one by one.
@@ -319,7 +266,7 @@ def _find_rounding(kind: str) -> Rounding | None:
     from gguf.quants import dequantize, quantize
 
     number = gguf.GGMLQuantizationType[kind]
-    if kind not in _PYTHON_TYPES and not find_llama().bindings.has_all("ggml_quantize_chunk"):
+    if kind not in _PYTHON_TYPES and not can_quantize():
         return None
 
     def round_rows(rows: Tensor) -> Tensor:

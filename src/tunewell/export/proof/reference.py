@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -37,7 +36,7 @@ from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import last_logits
 from tunewell.models.base_content import read_content
 from tunewell.records.manifest import read_manifest
-from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, PlainText, Probe, Proof, Question
+from tunewell.records.parity import PROOF_FILES, Artefact, PlainText, Proof, ProofProbe, ProofQuestion, TrainedFacts
 from tunewell.training.evaluate import questions_of
 
 ANSWER_TOKENS = 48
@@ -70,7 +69,7 @@ class Reference:
         save_file(logits | as_arrays(self.sketches) | rounded, path)
 
     @classmethod
-    def load(cls, path: Path, facts: ModelFacts | None) -> "Reference":
+    def load(cls, path: Path, facts: TrainedFacts | None) -> "Reference":
         """Read a reference; raise UserError if the file is missing or damaged."""
         try:
             arrays = load_file(path)
@@ -107,7 +106,7 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
         model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids, progress=with_stage(progress, stage)
     )
     questions = [
-        Question(ids=list(ids), answer=answer.ids, ended=answer.ended, text=model.decode(answer.ids))
+        ProofQuestion(ids=list(ids), answer=answer.ids, ended=answer.ended, text=model.decode(answer.ids))
         for ids, answer in zip(prompts, answers, strict=True)
     ]
     stage = "sketching the trained tensors"
@@ -147,17 +146,19 @@ def check_merge(model: ChatModel, proof: Proof, reference: Reference, *, progres
     """Raise UserError if the merged weights differ from the trained model; later, rounding would hide a difference."""
     # Every tensor is compared, so logits only have to detect that the layers do not compute what their weights say.
     # The shortest texts are enough for that: their logits must be equal in fp32.
-    lengths = [len(probe.ids) for probe in proof.probes]
-    chosen = np.argsort(lengths, kind="stable")[: -(-_MERGE_POSITIONS // proof.num_positions)].tolist()
-    progress = with_stage(progress, "checking the merged weights")
-    prompts = [proof.probes[index].ids for index in chosen]
-    logits = last_logits(model.model, prompts, number=proof.num_positions, progress=progress)
+    pairs = sorted(zip(proof.probes, reference.logits, strict=True), key=lambda pair: len(pair[0].ids))
+    pairs = pairs[: -(-_MERGE_POSITIONS // proof.num_positions)]
+    logits = last_logits(
+        model.model,
+        [probe.ids for probe, _ in pairs],
+        number=proof.num_positions,
+        progress=with_stage(progress, "checking the merged weights"),
+    )
     weights = dict(model.model.named_parameters())
-    checks = [
-        check_logits("merged fp32", [reference.logits[index] for index in chosen], logits),
+    for check in (
+        check_logits("merged fp32", [rows for _, rows in pairs], logits),
         check_tensors(compare_weights(weights, reference.sketches, "F32"), missing=(), unknown=()),
-    ]
-    for check in checks:
+    ):
         if not check.is_ok:
             raise UserError(
                 f"the merged weights differ from the trained model: {check.words}",
@@ -192,18 +193,13 @@ def find_stop_ids(model: ChatModel) -> list[int]:
     assert model.masker is not None
     marker = model.masker.frame.end_marker
     end_of_turn = model.tokenizer.backend.token_to_id(marker) if marker else None
-    return list(dict.fromkeys([*([end_of_turn] if end_of_turn is not None else []), *model.stop_ids]))
+    return [number for number in dict.fromkeys([end_of_turn, *model.stop_ids]) if number is not None]
 
 
 def probe_messages() -> list[list[dict[str, str]]]:
     """Return the test conversations of every export: system prompts, several turns, scripts, spaces and digits."""
     lines = files("tunewell.export.proof").joinpath("probes.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["messages"] for line in lines]
-
-
-def _plain_texts() -> list[str]:
-    """Return the messages of the test conversations."""
-    return list(dict.fromkeys(message["content"] for messages in probe_messages() for message in messages))
 
 
 def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKENS) -> tuple[int, str | None]:
@@ -225,7 +221,7 @@ def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKE
     return length, note if length <= last else None
 
 
-def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[Probe], list[str]]:
+def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[ProofProbe], list[str]]:
     """Return the probes, rendered as in training, with notes; conversations that the template rejects are left out."""
     probes = [probe for messages in probe_messages() if (probe := _make_probe(model, messages)) is not None]
     if not probes:
@@ -240,18 +236,18 @@ def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[Probe], lis
     return probes, [f"not tested beyond {longest} tokens: the model's context length is not much longer"]
 
 
-def _make_probe(model: ChatModel, messages: list[dict[str, str]]) -> Probe | None:
+def _make_probe(model: ChatModel, messages: list[dict[str, str]]) -> ProofProbe | None:
     assert model.masker is not None
     try:
         text = model.masker.template.render(messages, None, add_generation_prompt=True)
         ids = prompt_ids(model.masker, model.encoder, messages)
         whole = model.tokenizer.backend.encode(text, add_special_tokens=False).ids
-        return Probe(messages=messages, text=text, ids=ids, whole_ids=None if whole == ids else whole)
+        return ProofProbe(messages=messages, text=text, ids=ids, whole_ids=None if whole == ids else whole)
     except (TemplateFailed, UserError):
         return None
 
 
-def _make_long_probe(model: ChatModel, probes: Sequence[Probe], length: int) -> Probe | None:
+def _make_long_probe(model: ChatModel, probes: Sequence[ProofProbe], length: int) -> ProofProbe | None:
     """Return a probe that repeats all questions up to `length` tokens, or None if it is not the longest probe."""
     texts = [message["content"] for probe in probes for message in probe.messages if message["role"] == "user"]
     longest = None
@@ -281,22 +277,22 @@ def _held_out_prompts(model: ChatModel) -> list[list[int]]:
 
 def _model_facts(
     model: ChatModel, stop_ids: list[int], sketches: dict[str, Sketch], tied: dict[str, str]
-) -> ModelFacts:
-    generation = deepcopy(model.model.generation_config)
-    assert generation is not None
+) -> TrainedFacts:
+    assert model.model.generation_config is not None
     # Replies end as in training, whatever the base model's settings are. There is no padding.
-    generation.eos_token_id, generation.pad_token_id = stop_ids or None, None
-    special = model.tokenizer.special_tokens
-    special_ids = {name: model.tokenizer.backend.token_to_id(text) for name, text in special.items() if text}
-    return ModelFacts(
+    ends = {"eos_token_id": stop_ids or None, "pad_token_id": None}
+    backend, special = model.tokenizer.backend, model.tokenizer.special_tokens
+    special_ids = {name: backend.token_to_id(text) for name, text in special.items() if text}
+    texts = dict.fromkeys(message["content"] for messages in probe_messages() for message in messages)
+    return TrainedFacts(
         config=plain_settings(model.model.config.to_dict()),
-        generation=plain_settings(generation.to_dict()),
+        generation=plain_settings(model.model.generation_config.to_dict() | ends),
         special_tokens=dict(special),
         special_ids={name.removesuffix("_token"): own for name, own in special_ids.items() if own is not None},
         max_length=model.tokenizer.max_length,
         vocabulary=vocabulary_digest(model.tokenizer),
-        tokenizer=tokenizer_digest(model.tokenizer.backend),
-        plain_texts=[PlainText(text=text, ids=model.tokenizer.backend.encode(text).ids) for text in _plain_texts()],
+        tokenizer=tokenizer_digest(backend),
+        plain_texts=[PlainText(text=text, ids=backend.encode(text).ids) for text in texts],
         shapes={name: list(own.shape) for name, own in sketches.items()},
         twins=tied,
     )

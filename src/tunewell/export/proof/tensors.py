@@ -10,11 +10,11 @@ estimate |d| without a second copy of the weights:
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ NUM_SIGNS = 4
 _SEED = 20_261_115
 _NUMBERS_AT_ONCE = 1 << 18
 """Numbers converted to fp64 at once: 2 MiB, which stay in the processor's cache."""
-_ROWS, _LENGTHS, _CHANGE, _DIRECTION = "rows/", "lengths/", "change/", "direction/"
 
 
 @dataclass(frozen=True)
@@ -55,38 +54,62 @@ class Sketch:
     change: Rows | None = None
     """The change of the last column of `rows` by training: [R, 1]."""
 
+    @classmethod
+    def of_values(cls, values: Rows) -> "Sketch":
+        """Return the sketch of a one-dimensional tensor with these values [R, 1]."""
+        return cls((len(values),), values, np.abs(values[:, 0]))
+
     def map_rows(self, change: Callable[[Rows], Rows]) -> "Sketch":
         """Return the sketch after a permutation of rows, or after an operation on the values of a 1-D tensor."""
-        rows = change(self.rows)
-        lengths = np.abs(rows[:, 0]) if len(self.shape) < 2 else change(self.lengths[:, None])[:, 0]
+        if len(self.shape) < 2:
+            return Sketch.of_values(change(self.rows))
+        lengths = change(self.lengths[:, None])[:, 0]
         added = None if self.change is None else change(self.change)
-        return Sketch(self.shape, rows, lengths, self.direction, added)
+        return Sketch(self.shape, change(self.rows), lengths, self.direction, added)
 
 
-def sketch(tensor: Tensor, direction: Rows | None = None, *, rounding: Rounding | None = None) -> Sketch:
-    """Return the sketch of a tensor, or of the rounded tensor if `rounding` is given; computed in fp64."""
+def sketch(
+    tensor: Tensor,
+    direction: Rows | None = None,
+    *,
+    rounding: Rounding | None = None,
+    change: Callable[[slice], Tensor] | None = None,
+) -> Sketch:
+    """Return the sketch of a tensor in fp64, after `rounding`, or after the `change` of these rows is added to it."""
     shape = tuple(tensor.shape)
     rows = tensor.detach().reshape(-1, shape[-1] if len(shape) > 1 else 1)
     if len(shape) < 2:
-        values = rows.double().numpy(force=True)
-        return Sketch(shape, values, np.abs(values[:, 0]))
+        return Sketch.of_values(rows.double().numpy(force=True))
     vectors = torch.from_numpy(_sign_vectors(shape[-1]))
     if direction is not None and len(direction) == shape[-1]:
         vectors = torch.cat([vectors, torch.from_numpy(direction)[:, None]], dim=1)
     step = max(1, _NUMBERS_AT_ONCE // max(1, rows.shape[1]))
-    products, lengths = [], []
+    products, lengths, changes = [], [], []
     for start in range(0, len(rows), step):
         part = rows[start : start + step].cpu()
         part = (part if rounding is None else rounding(part)).double()
+        if change is not None:
+            added = change(slice(start, start + step))
+            changes.append((added @ vectors[:, -1:]).numpy())
+            part = part + added
         products.append((part @ vectors).numpy())
         lengths.append(part.norm(dim=1).numpy())
-    return Sketch(shape, np.concatenate(products), np.concatenate(lengths))
+    trained = (direction, np.concatenate(changes)) if changes else ()
+    return Sketch(shape, np.concatenate(products), np.concatenate(lengths), *trained)
 
 
-def map_tensors(compute: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+def map_tensors(
+    compute: Callable[[_Item], _Result],
+    items: Collection[_Item],
+    *,
+    stage: str = "tensors",
+    progress: ProgressListener = silent,
+) -> Iterator[_Result]:
     """Yield the result of each item in order, computed on all cores with one torch thread each."""
     with torch_threads(1), ThreadPoolExecutor(max(useful_threads())) as pool:
-        yield from pool.map(torch.no_grad()(compute), items)
+        for index, result in enumerate(pool.map(torch.no_grad()(compute), items), start=1):
+            progress(Progress(stage, index, len(items), "tensors"))
+            yield result
 
 
 def sketch_model(
@@ -98,7 +121,11 @@ def sketch_model(
     merging does not affect the sketches.
     """
     adapted = {f"{name}.weight": layer for name, layer in adapter_layers(model).items()}
-    weights = dict(_named_weights(model))
+    weights = {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if not name.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector"))
+    }
     first_names: dict[int, str] = {}
     for name, weight in weights.items():
         first_names.setdefault(id(weight), name)
@@ -107,79 +134,42 @@ def sketch_model(
     def sketch_one(name: str) -> Sketch:
         return _sketch_merged(weights[name], adapted[name]) if name in adapted else sketch(weights[name])
 
-    sketches: dict[str, Sketch] = {}
     names = list(first_names.values())
-    for name, own in zip(names, map_tensors(sketch_one, names), strict=True):
-        progress(Progress("sketching", len(sketches), len(names), "tensors"))
-        sketches[name] = own
-    return sketches, tied
+    sketches = map_tensors(sketch_one, names, stage="sketching", progress=progress)
+    return dict(zip(names, sketches, strict=True)), tied
 
 
 def as_arrays(sketches: Mapping[str, Sketch]) -> dict[str, npt.NDArray[np.float32]]:
     """Return the arrays of sketches by their names in a safetensors file."""
-    arrays = {}
-    for name, own in sketches.items():
-        arrays[_ROWS + name] = own.rows.astype(np.float32)
-        if len(own.shape) > 1:
-            arrays[_LENGTHS + name] = own.lengths.astype(np.float32)
-        if own.change is not None and own.direction is not None:
-            arrays[_CHANGE + name] = own.change.astype(np.float32)
-            arrays[_DIRECTION + name] = own.direction.astype(np.float32)
-    return arrays
+    arrays = {f"{part}/{name}": getattr(own, part) for name, own in sketches.items() for part in _parts(own.shape)}
+    return {name: array.astype(np.float32) for name, array in arrays.items() if array is not None}
 
 
 def from_arrays(arrays: Mapping[str, npt.NDArray[np.float32]], shapes: Mapping[str, list[int]]) -> dict[str, Sketch]:
     """Return the sketches from the arrays of a file; raise KeyError if one is missing."""
     sketches = {}
     for name, shape in shapes.items():
-        rows = arrays[_ROWS + name].astype(np.float64)
-        lengths = arrays[_LENGTHS + name].astype(np.float64) if len(shape) > 1 else np.abs(rows[:, 0])
-        direction, change = (
-            arrays[part + name].astype(np.float64) if part + name in arrays else None for part in (_DIRECTION, _CHANGE)
-        )
-        sketches[name] = Sketch(tuple(shape), rows, lengths, direction, change)
+        found = {part: arrays[f"{part}/{name}"] for part in _parts(shape) if f"{part}/{name}" in arrays}
+        parts = {part: array.astype(np.float64) for part, array in found.items()}
+        rows = parts.pop("rows")
+        lengths = parts.pop("lengths") if len(shape) > 1 else np.abs(rows[:, 0])
+        sketches[name] = Sketch(tuple(shape), rows, lengths, **parts)
     return sketches
 
 
+def _parts(shape: Sequence[int]) -> tuple[str, ...]:
+    """Return the attributes of a sketch that are stored; the norms of single values are the values themselves."""
+    return ("rows", "lengths", "direction", "change") if len(shape) > 1 else ("rows",)
+
+
 def _sketch_merged(weight: Tensor, layer: AdapterLayer) -> Sketch:
-    """Return the sketch of a merged weight: the sum of the products of the frozen weight and of its change."""
-    direction = _largest_direction(layer)
-    base = sketch(weight, direction)
-    signs = _sign_vectors(base.shape[-1])
-    vectors = torch.from_numpy(signs if direction is None else np.c_[signs, direction])
-    step = max(1, _NUMBERS_AT_ONCE // base.shape[-1])
-    products, lengths = [], []
-    for start in range(0, len(weight), step):
-        rows = slice(start, start + step)
-        change = layer.weight_change(rows)
-        products.append(change @ vectors)
-        lengths.append((weight[rows].cpu().double() + change).norm(dim=1))
-    added = torch.cat(products).numpy()
-    along_direction = None if direction is None else added[:, -1:]
-    return Sketch(base.shape, base.rows + added, torch.cat(lengths).numpy(), direction, along_direction)
-
-
-def _largest_direction(layer: AdapterLayer) -> Rows | None:
-    """Return the input direction that the adapter changes most, scaled to the norm of a sign vector, or None.
-
-    None means that the adapter changes nothing. The direction is rounded to fp32, as in the file, so that later
-    products are the same.
-    """
-    direction = layer.change_direction()
-    return None if direction is None else (direction * len(direction) ** 0.5).float().double().numpy()
-
-
-def _named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight with its name after the merge; tied weights are yielded once for each name."""
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        if is_adapter_tensor(name):
-            continue
-        yield name.replace(".base_layer.", "."), weight
-
-
-def is_adapter_tensor(name: str) -> bool:
-    """Return True for a parameter of an adapter, which does not exist after the merge."""
-    return name.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector"))
+    """Return the sketch of a weight with its change, along the direction in which the adapter changes it most."""
+    unit = layer.change_direction()
+    if unit is None:
+        return sketch(weight)
+    # With the norm of a sign vector, rounded to fp32 as in the file, so that later products are the same.
+    direction = (unit * len(unit) ** 0.5).float().double().numpy()
+    return sketch(weight, direction, change=layer.weight_change)
 
 
 @cache
@@ -262,12 +252,7 @@ def check_tensors(pairs: Iterable[Compared], *, missing: Iterable[str], unknown:
             errors[pair.kind] = max(errors.get(pair.kind, 0.0), _relative_error(pair))
     problems += changes.problems()
     strength = changes.strength
-    figures: dict[str, Any] = {
-        "tensors": num_tensors,
-        "wrong": len(problems),
-        "errors": errors,
-        "strength": strength,
-    }
+    figures = {"tensors": num_tensors, "wrong": len(problems), "errors": errors, "strength": strength}
     ranges = ", ".join(f"{kind} within {error:.1e}" for kind, error in errors.items())
     message = f"{count(num_tensors, 'tensor')}: {ranges} of the trained weights"
     if strength is not None:

@@ -1,11 +1,11 @@
 """Verify a folder for transformers or PEFT: tokenizer, logits, answers, settings and every tensor."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date as Day
-from datetime import datetime, time
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,14 +14,13 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
 from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop, short_repr
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable
-from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
+from tunewell.export.proof.tensors import check_tensors, compare_weights
 from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
-from tunewell.models.load import LoadOptions, load_dequantized, load_model, not_finite_names
+from tunewell.models.load import DTYPES, LoadOptions, load_dequantized, load_model, not_finite_names
 from tunewell.models.support import quiet, text_weights
-from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
+from tunewell.records.parity import Artefact, Check, ProofProbe
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
@@ -61,7 +60,7 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, confi
     with quiet():
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
 
-    def tokenize(probe: Probe) -> list[int]:
+    def tokenize(probe: ProofProbe) -> list[int]:
         with clock_at(proof.date):
             encoded = tokenizer.apply_chat_template(
                 probe.messages, add_generation_prompt=True, tokenize=True, return_dict=True
@@ -71,8 +70,8 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, confi
     prompts = [probe.ids for probe in proof.probes]
     logits = last_logits(model, prompts, number=proof.num_positions, progress=context.progress)
     settings = GenerationConfig.from_pretrained(path)
-    eos = settings.eos_token_id
-    stops = list(eos) if isinstance(eos, list) else [eos] if eos is not None else [tokenizer.eos_token_id]
+    eos = tokenizer.eos_token_id if settings.eos_token_id is None else settings.eos_token_id
+    stops = eos if isinstance(eos, list) else [eos]
     answers = generate_with_transformers(
         model, [question.ids for question in proof.questions], max_new_tokens=context.answer_tokens, stop_ids=stops
     )
@@ -90,12 +89,10 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, confi
 
 def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> list[Check]:
     """Compare every weight, including tied weights, with the sketches of the trained model."""
-    facts: ModelFacts | None = context.proof.model
-    if facts is None:
+    if context.proof.model is None:
         return []
-    weights = text_weights(model)
-    sketches: Mapping[str, Sketch] = context.reference.sketches
-    expected = {**sketches, **{tied: sketches[name] for tied, name in facts.twins.items()}}
+    weights, sketches = text_weights(model), context.reference.sketches
+    expected = {**sketches, **{tied: sketches[name] for tied, name in context.proof.model.twins.items()}}
     return [
         check_tensors(
             compare_weights(weights, expected, _TENSOR_TYPES[artefact.precision]),
@@ -107,18 +104,14 @@ def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> lis
 
 def _check_base(folder: Path, context: ProofContext) -> list[Check]:
     """Return a warning if the adapter does not name the base model that it was verified on."""
-    named = json.loads(read_text(folder / "adapter_config.json")).get("base_model_name_or_path")
-    if context.base is None or named == context.base or _is_same_path(named, context.base):
+    named = str(json.loads(read_text(folder / "adapter_config.json")).get("base_model_name_or_path"))
+    if context.base is None or Path(named).expanduser().resolve() == Path(context.base).expanduser().resolve():
         return []
     message = (
         f"verified on `{context.base}` (`--base`), but `adapter_config.json` names {short_repr(named)}, which other "
         "programs will load; correct `base_model_name_or_path` there if that is another model"
     )
     return [Check(name="base", is_ok=True, is_warning=True, words=message)]
-
-
-def _is_same_path(named: Any, base: str) -> bool:
-    return isinstance(named, str) and Path(named).expanduser().resolve() == Path(base).expanduser().resolve()
 
 
 def _load_base(folder: Path, context: ProofContext) -> Any:
@@ -144,7 +137,7 @@ def _load_base(folder: Path, context: ProofContext) -> Any:
     )
     try:
         if context.proof.quantized is not None:
-            return load_dequantized(options, _DTYPES[context.proof.trained_precision]).model
+            return load_dequantized(options, DTYPES[context.proof.trained_precision]).model
         return load_model(options).model
     except (UserError, OSError, ValueError, ImportError) as error:
         # The first line of an error message from transformers may be empty.
@@ -171,18 +164,8 @@ def clock_at(date: str | None) -> Iterator[None]:
 
     module: Any = chat_template_utils
     before = module.datetime
-    module.datetime = _FrozenDatetime(date)
+    module.datetime = SimpleNamespace(now=lambda: datetime.fromisoformat(date))  # nothing else of it is called
     try:
         yield
     finally:
         module.datetime = before
-
-
-class _FrozenDatetime:
-    """A replacement for `datetime` in transformers, which calls only `now`."""
-
-    def __init__(self, date: str) -> None:
-        self._midnight = datetime.combine(Day.fromisoformat(date), time())
-
-    def now(self) -> datetime:
-        return self._midnight

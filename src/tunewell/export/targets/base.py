@@ -58,8 +58,6 @@ class DiskUse:
 
     written: dict[str, int]
     """Bytes by artefact name, e.g. `gguf q8_0`."""
-    temporary_bytes: int = 0
-    """Size of the files that exist only during the export."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class ExportContext:
 
     def artefact(self, kind: str, precision: str, path: Path) -> Artefact:
         """Return the record of a finished file or folder, with the hash of every file."""
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        files = [file for file in sorted((path, *path.rglob("*"))) if file.is_file()]
         num_bytes = sum(file.stat().st_size for file in files)
         self.progress(Progress(f"wrote {path.name}, {size_bytes(num_bytes)}"))
         return Artefact(

@@ -1,7 +1,6 @@
 """Export target `gguf`: files for llama.cpp and the programs built on it, one for each GGUF type."""
 
 import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -11,14 +10,12 @@ from typing import ClassVar
 from tunewell.core.progress import Progress, with_stage
 from tunewell.export.gguf.architecture import read_settings
 from tunewell.export.gguf.tokenizer import read_vocabulary
-from tunewell.export.gguf.weights import has_file_names
-from tunewell.export.gguf.write import write_gguf
+from tunewell.export.gguf.write import GgufSource, write_gguf
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
 from tunewell.export.proof.reference import ProofContext
-from tunewell.export.proof.tensors import is_adapter_tensor
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
-from tunewell.export.targets.merged import num_weights, unique_tensors, write_model, write_settings
+from tunewell.export.targets.merged import num_weights, unique_tensors
 from tunewell.records.parity import Artefact, Check
 
 _BITS_PER_WEIGHT = {
@@ -50,42 +47,27 @@ class GgufTarget(ExportTarget):
         adds_bos(facts)
 
     def disk_use(self, context: ExportContext) -> DiskUse:
-        """Return the size of each file, and of the temporary fp32 model if they are converted from its files."""
+        """Return the size of each file."""
         weights = num_weights(context)
-        written = {f"{self.name} {name}": gguf_bytes(weights, name) for name in self.formats(context.options)}
-        return DiskUse(written, temporary_bytes=0 if _is_written_from_memory(context) else gguf_bytes(weights, "f32"))
+        return DiskUse({f"{self.name} {name}": gguf_bytes(weights, name) for name in self.formats(context.options)})
 
     def write(self, context: ExportContext) -> list[Artefact]:
         """Convert the merged fp32 weights, so that they are rounded only once."""
         folder = context.staging_dir / self.name
         folder.mkdir(exist_ok=True)
-        artefacts = []
-        in_memory = _is_written_from_memory(context)
-        with tempfile.TemporaryDirectory(dir=context.staging_dir, prefix=".fp32-") as work:
-            model_folder = Path(work) / "model"
-            if in_memory:
-                write_settings(context, model_folder)
-            else:
-                write_model(context, model_folder, "fp32")
-            for name in self.formats(context.options):
-                path = folder / f"{_file_name(context.card.name)}-{name}.gguf"
-                stage = f"writing {path.name}"
-                context.progress(Progress(stage))
-                written = write_gguf(
-                    model_folder,
-                    path,
-                    kind=name,
-                    name=context.card.name,
-                    license=context.card.license,
-                    tensors=unique_tensors(context.model.model) if in_memory else None,
-                    progress=with_stage(context.progress, stage),
-                )
-                context.notes += [note for note in written.notes if note not in context.notes]
-                artefacts.append(context.artefact(self.name, name, path))
+        model, card, artefacts = context.model.model, context.card, []
+        tokenizer = replace(context.model.tokenizer, chat_template=context.template.source)
+        source = GgufSource(unique_tensors(model), model.config.to_dict(), tokenizer, card.name, card.license)
+        for name in self.formats(context.options):
+            path = folder / f"{_file_name(card.name)}-{name}.gguf"
+            stage = f"writing {path.name}"
+            context.progress(Progress(stage))
+            written = write_gguf(source, path, kind=name, progress=with_stage(context.progress, stage))
+            context.notes += [note for note in written.notes if note not in context.notes]
+            artefacts.append(context.artefact(self.name, name, path))
         stage = "rounding the trained tensors for the verification"
         context.progress(Progress(stage))
         files = [own.path for own in (*context.artefacts, *artefacts) if own.kind == self.name]
-        model = context.model.model
         rounded = quantized_sketches(
             [context.staging_dir / path for path in files],
             model,
@@ -105,18 +87,6 @@ class GgufTarget(ExportTarget):
         return NextStep(shlex.join(["tunewell", "chat", str(folder / artefacts[0].path)]))
 
 
-def _is_written_from_memory(context: ExportContext) -> bool:
-    """Return True if the GGUF files can be written from the loaded model, without a temporary fp32 copy on disk."""
-    model = context.model.model
-    # Before the merge, the weights of adapted layers have longer names.
-    weights = {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in unique_tensors(model).items()
-        if not is_adapter_tensor(name)
-    }
-    return has_file_names(weights, read_settings(model.config.to_dict()))
-
-
 def gguf_bytes(weights: int, name: str) -> int:
     """Estimate the size of a GGUF file from the number of weights."""
     return int(weights * _BITS_PER_WEIGHT[name] / 8)
@@ -126,12 +96,10 @@ def gguf_bytes(weights: int, name: str) -> int:
 def adds_bos(facts: PreflightFacts) -> bool:
     """Return True if llama.cpp must add the BOS token; raise UserError if llama.cpp would tokenize differently."""
     config = dict(facts.read_config())
-    settings = config | (config.get("text_config") or {})
     # Loading the model adds embedding rows for tokens that only the template uses.
-    num_rows = max(settings.get("vocab_size") or 0, facts.tokenizer.vocab_size)
-    with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
-        facts.tokenizer.save(Path(folder), facts.template.source)
-        return read_vocabulary(Path(folder), num_rows=num_rows, config=settings).adds_bos
+    num_rows = max(config.get("vocab_size") or 0, facts.tokenizer.vocab_size)
+    tokenizer = replace(facts.tokenizer, chat_template=facts.template.source)
+    return read_vocabulary(tokenizer, num_rows=num_rows, config=config).adds_bos
 
 
 def _file_name(name: str) -> str:

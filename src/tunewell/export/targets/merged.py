@@ -9,10 +9,10 @@ from tunewell.core.progress import Progress
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.proof.transformers import prove_merged
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements
+from tunewell.models.load import DTYPES
 from tunewell.models.support import quiet
 from tunewell.records.parity import Artefact, Check
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_SHARD_SIZE = "5GB"
 _EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,7 +29,7 @@ class MergedTarget(ExportTarget):
     def disk_use(self, context: ExportContext) -> DiskUse:
         """Return the size of the weights in the chosen precision."""
         precision = str(context.options.precision)
-        return DiskUse({f"{self.name} {precision}": num_weights(context) * _DTYPES[precision].itemsize})
+        return DiskUse({f"{self.name} {precision}": num_weights(context) * DTYPES[precision].itemsize})
 
     def write(self, context: ExportContext) -> list[Artefact]:
         """Write weights, config, tokenizer and chat template."""
@@ -53,7 +53,7 @@ def write_model(context: ExportContext, folder: Path, precision: str) -> None:
     """Write the merged model and its tokenizer in transformers format."""
     model: Any = context.model.model
     context.generation_config()
-    dtype = _DTYPES[precision]
+    dtype = DTYPES[precision]
     tensors = {name: tensor.to(dtype) for name, tensor in unique_tensors(model).items()}
     before = model.config.dtype
     model.config.dtype = dtype
@@ -62,14 +62,6 @@ def write_model(context: ExportContext, folder: Path, precision: str) -> None:
             model.save_pretrained(folder, state_dict=tensors, max_shard_size=_MAX_SHARD_SIZE)
     finally:
         model.config.dtype = before
-    context.model.tokenizer.save(folder, context.template.source)
-
-
-def write_settings(context: ExportContext, folder: Path) -> None:
-    """Write the config and the tokenizer of a model in transformers format, without its weights."""
-    model: Any = context.model.model
-    context.generation_config().save_pretrained(folder)
-    model.config.save_pretrained(folder)
     context.model.tokenizer.save(folder, context.template.source)
 
 

@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import tempfile
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -58,7 +59,7 @@ class OllamaTarget(ExportTarget):
             license=context.card.license,
         )
         (folder / "Modelfile").write_text(text, encoding="utf-8", newline="\n")
-        context.notes += [f"Ollama: {note}" for note in template.go.notes]
+        context.notes += [f"Ollama: {note}" for note in template.notes]
         return [context.artefact(self.name, "", folder)]
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
@@ -84,15 +85,13 @@ class OllamaTarget(ExportTarget):
 
 def _has_hard_links(folder: Path) -> bool:
     """Return True if the file system supports hard links; the GGUF file then needs no additional space."""
-    one, other = folder / ".one", folder / ".other"
-    try:
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        one = Path(place, "one")
         one.touch()
-        os.link(one, other)
-    except OSError:
-        return False
-    finally:
-        one.unlink(missing_ok=True)
-        other.unlink(missing_ok=True)
+        try:
+            os.link(one, one.with_name("other"))
+        except OSError:
+            return False
     return True
 
 
@@ -129,9 +128,9 @@ def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
             return _failed(f"the Modelfile differs from the one derived from the model: {difference}")
     else:
         template = derive_template(source, tokenizer=tokenizer, adds_bos=gguf_adds_bos(folder / file), date=date)
-        if f'TEMPLATE """{template.go.text}"""\n' not in text:
+        if f'TEMPLATE """{template.text}"""\n' not in text:
             return _failed("the template in the Modelfile differs from the one derived from the model")
-    message = f"renders {template.go.num_checked} conversations exactly as the model's own template"
+    message = f"renders {template.num_checked} conversations exactly as the model's own template"
     return Check(name="template", is_ok=True, words=f"{message}; stops at {', '.join(template.stops)}")
 
 

@@ -9,16 +9,16 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent, with_stage
 from tunewell.core.units import count
 from tunewell.data.reading_prompt import CITATION, NOT_FOUND, fit, is_refusal, question_in, reading_prompt
-from tunewell.evaluation.answer_keys import AnswerKey
 from tunewell.evaluation.comparison import Column, ColumnAnswer
-from tunewell.evaluation.judge import Judgement, judge
-from tunewell.evaluation.matching import match
 from tunewell.evaluation.passages import SearchedQuestions, Shown
+from tunewell.evaluation.questions import Questions, find_questions
 from tunewell.evaluation.rows import EvaluationSet
-from tunewell.evaluation.scores import judged_questions
 from tunewell.inference.batch import Answerer, Message, Replies
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
+from tunewell.scoring.answer_keys import AnswerKey
+from tunewell.scoring.base import Score
+from tunewell.scoring.matching import match
 from tunewell.training.evaluate import questions_of
 
 _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 64, 512
@@ -28,14 +28,18 @@ _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 64, 512
 class Exam:
     """The questions of a test with their answer keys."""
 
-    keys: list[AnswerKey]
-    clusters: list[int]
+    questions: Questions
     prompts: list[list[int]] = field(default_factory=list[list[int]])
     """The prompts of the questions in the tokens of one model, with its system prompt; empty if there are none."""
     longest_reference: int = 0
     """Tokens of the longest reference."""
     ref: ModelRef | None = None
     """The model in whose tokens the prompts are."""
+
+    @property
+    def keys(self) -> list[AnswerKey]:
+        """The question, the reference and, for facts, the key of each question."""
+        return self.questions.keys
 
     @property
     def answer_tokens(self) -> int:
@@ -53,8 +57,17 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
     is_open_book = any(question_in(one.text) != one.text for one in found)
     if is_open_book:
         found = [replace(one, text=question_in(one.text)) for one in found if not is_refusal(one.reference)]
-    judged = judged_questions(found, rows.split, rows.corpus, model)
-    if needs_keys and not any(key.is_judged for key in judged.keys):
+    config = model.ref.loaded
+    questions = find_questions(
+        found,
+        rows.split,
+        corpus=rows.corpus,
+        training=rows.training,
+        model=model,
+        rules=config.config.verdict,
+        base=config.base,
+    )
+    if needs_keys and not any(questions.scorer.expected):
         raise UserError(
             f"none of the {count(len(found), 'answer')} in the rows can be compared: they are empty or too long",
             where=rows.name,
@@ -62,7 +75,7 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
         )
     longest = max(len(question.reference_ids) for question in found)
     prompts = [] if is_open_book else [question.ids for question in found]
-    return Exam(judged.keys, judged.clusters, prompts, longest_reference=longest, ref=model.ref)
+    return Exam(questions, prompts, longest_reference=longest, ref=model.ref)
 
 
 def measure_alone(
@@ -71,8 +84,9 @@ def measure_alone(
     """Return a column of answers without passages. `is_own`: the exam's prompts are in the tokens of this model."""
     messages: list[Message] = [*exam.prompts] if is_own and exam.prompts else [key.question for key in exam.keys]
     replies = model.answer(messages, with_stage(progress, f"{name}: answering"))
-    judged = [(text, judge(text, key)) for text, key in zip(replies.texts, exam.keys, strict=True)]
-    answers = [_answer(text, found, key, None) for (text, found), key in zip(judged, exam.keys, strict=True)]
+    answers = [
+        _answer(text, exam.questions.score(index, text), exam, index) for index, text in enumerate(replies.texts)
+    ]
     return _column(name, exam, answers, replies, seconds=replies.seconds, **more)
 
 
@@ -88,17 +102,17 @@ def measure_with_passages(
     """Return a column of answers with the passages found. Ask again without those that contain the answers."""
     texts, num_shown, replies = _ask(model, exam.keys, searched.found, with_stage(progress, f"{name}: answering"))
     answers = []
-    for text, number, key, shown in zip(texts, num_shown, exam.keys, searched.found, strict=True):
+    for index, (text, number, shown) in enumerate(zip(texts, num_shown, searched.found, strict=True)):
         has_passage = None if shown.right is None else any(shown.right[:number])
-        answers.append(_answer(text, _judged(text, key), key, has_passage))
+        answers.append(_answer(text, _judged(text, exam, index), exam, index, has_passage))
     removed = [index for index, shown in enumerate(searched.removed) if shown is not None]
     invented = None
     if removed:
         keys = [exam.keys[index] for index in removed]
         left = [shown for shown in searched.removed if shown is not None]
         again, _, _ = _ask(model, keys, left, with_stage(progress, f"{name}: answering, passages removed"))
-        judgements = [_judged(text, key) for text, key in zip(again, keys, strict=True)]
-        invented = (sum(not found.is_refusal and not found.is_right for found in judgements), len(removed))
+        scores = [_judged(text, exam, index) for text, index in zip(again, removed, strict=True)]
+        invented = (sum(not found.is_refusal and not found.right for found in scores), len(removed))
     seconds = searched.seconds + replies.seconds
     return _column(name, exam, answers, replies, seconds=seconds, invented=invented, **more)
 
@@ -117,16 +131,17 @@ def _ask(
     return [texts.get(index, NOT_FOUND) for index in range(len(shown))], num_shown, replies
 
 
-def _judged(text: str, key: AnswerKey) -> Judgement:
-    found = judge(CITATION.sub("", text), key)
-    if is_refusal(text) and not key.is_refusal:
-        return Judgement(None if found.is_right is None else False, True, "refuses")
+def _judged(text: str, exam: Exam, index: int) -> Score:
+    found = exam.questions.score(index, CITATION.sub("", text))
+    if is_refusal(text) and not exam.keys[index].is_refusal:
+        return Score(None if found.right is None else False, "refuses", is_refusal=True)
     return found
 
 
-def _answer(text: str, found: Judgement, key: AnswerKey, has_passage: bool | None) -> ColumnAnswer:
-    f1 = match(text, key.reference).f1 if key.reference else 0.0
-    return ColumnAnswer(text, found.is_right, f1, found.is_refusal, has_passage)
+def _answer(text: str, found: Score, exam: Exam, index: int, has_passage: bool | None = None) -> ColumnAnswer:
+    reference = exam.keys[index].reference
+    f1 = match(text, reference).f1 if reference else 0.0
+    return ColumnAnswer(text, found.right, f1, found.is_refusal, has_passage)
 
 
 def _column(
@@ -143,7 +158,7 @@ def _column(
         name,
         answers=dict(zip(asked, answers, strict=True)),
         questions={key: key for key in asked},
-        clusters=dict(zip(asked, exam.clusters, strict=True)),
+        clusters=dict(zip(asked, exam.questions.clusters, strict=True)),
         resources=resources,
         **more,
     )

@@ -9,10 +9,10 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count, percent
-from tunewell.evaluation.answer_keys import polarity
 from tunewell.evaluation.comparison import Column, ColumnAnswer
 from tunewell.inference.chat import ChatOptions
 from tunewell.inference.remote import RemoteChat
+from tunewell.scoring.answer_keys import polarity
 
 _MIN_LABELS = 10
 _TASK = (

@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from tunewell.core.html import page_environment
 from tunewell.core.units import count, percent
-from tunewell.evaluation.comparison import ColumnComparison, ColumnCounts, ColumnDifference
+from tunewell.evaluation.comparison import ColumnComparison, ColumnDifference
 from tunewell.runs.loss_curve import curves_svg
 
 SHARES = ("right", "faulty answers")
@@ -47,7 +47,7 @@ def answer_rows(comparison: ColumnComparison) -> list[tuple[str, list[str]]]:
     counts = comparison.counts
     rows: list[tuple[str, list[str]]] = [
         (f"right of {count(counts[0].judged)}", [count(own.right) for own in counts]),
-        ("  95% interval", [_range(own) for own in counts]),
+        ("  95% interval", [f"{100 * own.low:.0f}-{100 * own.high:.0f}%" if own.judged else "-" for own in counts]),
         ("wrong", [count(own.wrong) for own in counts]),
         ("refused", [count(own.refused) for own in counts]),
     ]
@@ -59,10 +59,6 @@ def answer_rows(comparison: ColumnComparison) -> list[tuple[str, list[str]]]:
             ("reading misses", ["-" if own.reading_misses is None else count(own.reading_misses) for own in counts]),
         ]
     return rows
-
-
-def _range(own: ColumnCounts) -> str:
-    return f"{100 * own.low:.0f}-{100 * own.high:.0f}%" if own.judged else "-"
 
 
 def format_metric(name: str, value: float | None) -> str:

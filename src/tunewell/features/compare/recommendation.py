@@ -28,7 +28,11 @@ def recommend(comparison: ColumnComparison) -> Recommendation:
     best = max(range(len(names)), key=lambda index: (counts[index].right, -len(comparison.needs[index])))
     if counts[best].share < _FEW_RIGHT:
         return Recommendation(None, _none_is_good(names[best], counts[best]))
-    equal = [index for index in range(len(names)) if index == best or not _is_worse(comparison, index, best)]
+    equal = [
+        index
+        for index in range(len(names))
+        if index == best or not ((found := _between(comparison, index, best)) and found.is_shown)
+    ]
     chosen = min(equal, key=lambda index: (len(comparison.needs[index]), -counts[index].right))
     parts = [f"{counts[chosen].right} of {count(counts[chosen].judged, 'answer')} are right"]
     if chosen != best:
@@ -47,11 +51,6 @@ def recommend(comparison: ColumnComparison) -> Recommendation:
 def _between(comparison: ColumnComparison, one: int, other: int) -> ColumnDifference | None:
     pair = {comparison.names[one], comparison.names[other]}
     return next((found for found in comparison.differences if {found.first, found.second} == pair), None)
-
-
-def _is_worse(comparison: ColumnComparison, index: int, best: int) -> bool:
-    found = _between(comparison, index, best)
-    return found is not None and found.is_shown
 
 
 def _more(comparison: ColumnComparison, one: int, other: int) -> str:

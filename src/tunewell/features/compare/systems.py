@@ -37,7 +37,8 @@ def compare_answers(
     """Ask every model every question, alone and with each index, and compare the answers."""
     judge, judge_notes = _judge(options)
     subjects = _subjects(names)
-    opened = [_open_index(address) for address in dict.fromkeys(options.indexes)]
+    addresses = dict.fromkeys(options.indexes)
+    opened = [require_hook("retrieval", "open_index", needed_by="an index")(address) for address in addresses]
     exam, notes = _exam(subjects, options, open_rows, progress)
     questions = [key.question for key in exam.keys]
     indexes = []
@@ -61,10 +62,6 @@ def compare_answers(
     comparison = compare_columns(columns, notes, has_all_pairs=True)
     keys = [UsedKey(key.question, key.text, key.because) for key in exam.keys[:_NUM_KEYS]]
     return replace(comparison, recommendation=recommend(comparison), keys=keys)
-
-
-def _open_index(address: str) -> PassageIndex:
-    return require_hook("retrieval", "open_index", needed_by="an index")(address)
 
 
 def _index_names(addresses: list[str]) -> list[str]:
@@ -173,12 +170,9 @@ def _book_notes(subject: Subject, indexes: list[SearchedIndex]) -> list[str]:
     unseen = held_out_documents(ref.loaded)
     if unseen is None:
         return []
-    shown = [one for index in indexes[:1] for one in index.searched.found if one.right is not None]
-    seen = sum(
-        any(is_right and passage.file not in unseen for passage, is_right in zip(one.passages, one.right, strict=True))
-        for one in shown
-        if one.right is not None
-    )
+    found = [one for index in indexes[:1] for one in index.searched.found]
+    shown = [list(zip(one.passages, one.right, strict=True)) for one in found if one.right is not None]
+    seen = sum(any(is_right and passage.file not in unseen for passage, is_right in pairs) for pairs in shown)
     if not seen:
         return []
     return [

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.redact import redact
 from tunewell.evaluation.comparison import Column, ColumnComparison, column_of, compare_columns
 from tunewell.features.compare.options import CompareOptions
-from tunewell.features.compare.page import comparison_page
+from tunewell.features.compare.page import answer_rows, comparison_page
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
 from tunewell.runs.loss_curve import line_of_run
@@ -34,11 +35,33 @@ class RunComparison:
     def page(self) -> Path:
         return self.folder / PAGE
 
+    @property
+    def recommendation(self) -> str | None:
+        """The recommended column, or None."""
+        advice = self.comparison.recommendation
+        return None if advice is None else advice.column
+
+    def __repr__(self) -> str:
+        counts = self.comparison.counts
+        right = {name: f"{own.right}/{own.judged}" for name, own in zip(self.comparison.names, counts, strict=True)}
+        return f"RunComparison(right={right}, recommendation={self.recommendation!r}, page={str(self.page)!r})"
+
+    def _repr_html_(self) -> str:
+        found = self.comparison
+        head = "".join(f"<th>{escape(name)}</th>" for name in found.names)
+        lines = "".join(
+            f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+            for name, values in answer_rows(found)
+        )
+        advice, text = found.recommendation, ""
+        if advice is not None:
+            text = f"<p><b>{escape(advice.column or 'no recommendation')}</b>: {escape(advice.because)}</p>"
+        return f"<table style='text-align:left'><tr><th></th>{head}</tr>{lines}</table>{text}"
+
 
 def compare(
     subjects: Sequence[str | Path] = (),
     *,
-    options: CompareOptions | None = None,
     progress: ProgressListener = silent,
     **fields: Any,
 ) -> RunComparison:
@@ -47,7 +70,7 @@ def compare(
     Runs alone are compared by their reports, settings and curves. With an index, with rows or with a model that is not
     a run, all models are asked the same questions. Raises UserError if there is nothing to compare.
     """
-    options = replace(options or CompareOptions(), **fields)
+    options = CompareOptions(**fields)
     require_output_path(Path(options.out))
     is_runs = len(subjects) > 1 and all((Path(one).expanduser() / PLAN).is_file() for one in subjects)
     if is_runs and not options.indexes and options.data is None:

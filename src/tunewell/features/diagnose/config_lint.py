@@ -5,10 +5,10 @@ pasted part of one is checked too. Each rule adds a fact `config:ID` with its li
 express are signatures instead.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,6 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, parse_json, read_text
 from tunewell.core.units import count, percent
 from tunewell.features.diagnose.config_versions import Versions, version_hints, wrong_keys
-from tunewell.features.diagnose.findings import Evidence
 from tunewell.features.diagnose.reading import Reading
 
 _KEYS_FILE = Path(__file__).with_name("config_keys.txt")
@@ -45,25 +44,26 @@ class ConfigValue:
     is_quoted: bool
     line: int
 
-    @property
-    def is_true(self) -> bool:
-        return self.text.lower() in _TRUE
 
-    @property
-    def number(self) -> float | None:
+class ConfigKeys(dict[str, ConfigValue]):
+    """The keys of a config with their values."""
+
+    def first(self, *names: str) -> str | None:
+        """Return the first of these keys that the config has."""
+        return next((name for name in names if name in self), None)
+
+    def text(self, *names: str) -> str:
+        """Return the value of the first of these keys in lower case; an empty text if there is none, or it is null."""
+        name = self.first(*names)
+        text = self[name].text.lower() if name else ""
+        return "" if text in ("null", "none") else text
+
+    def number(self, *names: str) -> float:
+        """Return the value of the first of these keys; NaN if there is none, or it is not a number."""
         try:
-            return float(self.text)
+            return float(self.text(*names))
         except ValueError:
-            return None
-
-
-Keys = dict[str, ConfigValue]
-
-
-@lru_cache(maxsize=1)
-def known_keys() -> frozenset[str]:
-    """Return the keys by which a config of a trainer is recognised."""
-    return frozenset(read_text(_KEYS_FILE).split())
+            return math.nan
 
 
 def lint(text: str, reading: Reading, versions: Versions) -> list[str]:
@@ -73,23 +73,19 @@ def lint(text: str, reading: Reading, versions: Versions) -> list[str]:
     """
     lines = text.split("\n")
     for wrong in wrong_keys(text, versions):
-        if wrong.is_certain or not wrong.is_known:
-            name = wrong.fact
-            line = " ".join(lines[wrong.line - 1].split())
-            start = max(0, line.find(wrong.key) - _BEFORE_KEY)
-            shown = Evidence(
-                wrong.line, f"{'... ' if start else ''}{line[start : start + 300]}", reading.name, wrong.note
-            )
-            reading.facts.setdefault(f"config:{name}", []).append(shown)
+        line = " ".join(lines[wrong.line - 1].split())
+        start = max(0, line.find(wrong.key) - _BEFORE_KEY)
+        shown = f"{'... ' if start else ''}{line[start : start + 300]}"
+        reading.add_fact(f"config:{wrong.fact}", wrong.line, shown, wrong.note)
     keys = read_keys(lines)
-    known = sorted(keys.keys() & known_keys())
+    known = sorted(keys.keys() & set(read_text(_KEYS_FILE).split()))
     is_call = re.search(r"\b(?:SFTConfig|TrainingArguments|LoraConfig|DPOConfig|GRPOConfig)\(", text) is not None
     if len(known) < (1 if is_call else _LEAST_KEYS):
         return []
-    for name, rule in _RULES.items():
-        for value in rule(keys):
-            shown = " ".join(lines[value.line - 1].split())[:300]
-            reading.facts.setdefault(f"config:{name}", []).append(Evidence(value.line, shown, reading.name))
+    for fact, rule in _RULES.items():
+        for name in filter(None, rule(keys)):
+            line = keys[name].line
+            reading.add_fact(f"config:{fact}", line, " ".join(lines[line - 1].split())[:300])
     if not reading.errors:
         reading.config = known
     return version_hints(text, versions)
@@ -99,18 +95,15 @@ def lint_lengths(text: str, rows: Path, reading: Reading) -> None:
     """Add a fact if the length limit of a config cuts rows. Raises UserError if the rows cannot be read."""
     lines = text.split("\n")
     keys = read_keys(lines)
-    limit = next((keys[name] for name in _LIMITS if name in keys and keys[name].number), None)
-    if limit is None or limit.number is None:
+    name = next((name for name in _LIMITS if keys.number(name) > 0), None)
+    if name is None:
         raise UserError("the config has no length limit", fix=f"`--rows` compares rows with {', '.join(_LIMITS)}")
-    lengths = _row_lengths(rows)
-    num_cut = sum(1 for length in lengths if length > limit.number)
-    if num_cut:
-        words = (
-            f"about {percent(num_cut / len(lengths))} of {count(len(lengths))} rows are longer than {limit.text} tokens"
-        )
-        words += f"; the longest has about {count(max(lengths))} (estimated, {_CHARS_PER_TOKEN} characters per token)"
-        shown = " ".join(lines[limit.line - 1].split())[:100]
-        reading.facts["config:silent-truncation"] = [Evidence(limit.line, shown, reading.name, words)]
+    limit, lengths = keys[name], _row_lengths(rows)
+    if num_cut := sum(length > keys.number(name) for length in lengths):
+        share = f"about {percent(num_cut / len(lengths))} of {count(len(lengths))} rows"
+        longest = f"about {count(max(lengths))} (estimated, {_CHARS_PER_TOKEN} characters per token)"
+        note = f"{share} are longer than {limit.text} tokens; the longest has {longest}"
+        reading.add_fact("config:silent-truncation", limit.line, " ".join(lines[limit.line - 1].split())[:100], note)
 
 
 def _row_lengths(rows: Path) -> list[int]:
@@ -134,64 +127,54 @@ def _text_length(value: Any) -> int:
     return sum(_text_length(part) for part in cast(list[Any], value)) if isinstance(value, list) else 0
 
 
-def read_keys(lines: list[str]) -> Keys:
+def read_keys(lines: list[str]) -> ConfigKeys:
     """Return the keys of a config with their first value that is not empty."""
-    found: Keys = {}
+    found = ConfigKeys()
     for number, line in enumerate(lines[:20_000], start=1):
         if _METRICS.search(line):
             continue  # newer trainers print their metrics as quoted numbers
-        for match in _PAIR.finditer(line[:4000]):
-            key, _, quoted, plain = match.groups()
-            value = quoted if quoted is not None else plain or ""
-            if key not in found or (value and not found[key].text):
-                found[key] = ConfigValue(value, quoted is not None, number)
+        for key, _, quoted, plain in _PAIR.findall(line[:4000]):
+            if key not in found or ((quoted or plain) and not found[key].text):
+                found[key] = ConfigValue(quoted or plain, bool(quoted), number)
     return found
 
 
-def _zero3_device_map(keys: Keys) -> list[ConfigValue]:
-    stage = keys.get("zero_stage") or keys.get("stage")
-    place = keys.get("device_map")
-    is_zero3 = (stage is not None and stage.text == "3") or "z3" in getattr(keys.get("deepspeed"), "text", "")
-    if not is_zero3 or place is None or place.text.lower() in ("", "null", "none"):
-        return []
-    return [value for value in (stage, place) if value is not None]
+# Each rule returns the keys that are wrong together.
 
 
-def _quoted_numbers(keys: Keys) -> list[ConfigValue]:
-    values = [keys[name] for name in _NUMERIC if name in keys]
-    return [value for value in values if value.is_quoted and _QUOTED_NUMBER.fullmatch(value.text)]
+def _zero3_device_map(keys: ConfigKeys) -> list[str | None]:
+    is_zero3 = keys.text("zero_stage", "stage") == "3" or "z3" in keys.text("deepspeed")
+    return [keys.first("zero_stage", "stage"), "device_map"] if is_zero3 and keys.text("device_map") else []
 
 
-def _quantized_without_adapter(keys: Keys) -> list[ConfigValue]:
-    bits = [keys[name] for name in ("load_in_4bit", "load_in_8bit") if name in keys and keys[name].is_true]
-    bits += [keys["quantization_bit"]] if keys.get("quantization_bit") and keys["quantization_bit"].number else []
-    method = keys.get("finetuning_type") or keys.get("train_type") or keys.get("tuner_type")
-    is_full = method is not None and method.text == "full"
-    is_axolotl = "micro_batch_size" in keys and "base_model" in keys
-    has_no_adapter = is_axolotl and keys.get("adapter", ConfigValue("", False, 0)).text in ("", "null")
-    return [*bits, *([method] if method and is_full else [])] if bits and (is_full or has_no_adapter) else []
+def _quoted_numbers(keys: ConfigKeys) -> list[str | None]:
+    quoted = [name for name in _NUMERIC if name in keys and keys[name].is_quoted]
+    return [name for name in quoted if _QUOTED_NUMBER.fullmatch(keys[name].text)]
 
 
-def _rate_too_high(keys: Keys) -> list[ConfigValue]:
-    rate = keys.get("learning_rate") or keys.get("lr")
-    number = rate.number if rate is not None else None
+def _quantized_without_adapter(keys: ConfigKeys) -> list[str | None]:
+    bits = [name for name in ("load_in_4bit", "load_in_8bit") if keys.text(name) in _TRUE]
+    bits += ["quantization_bit"] if abs(keys.number("quantization_bit")) > 0 else []
+    method = keys.first("finetuning_type", "train_type", "tuner_type")
+    is_full = method is not None and keys[method].text == "full"
+    has_no_adapter = keys.keys() >= {"micro_batch_size", "base_model"} and not keys.text("adapter")
+    return [*bits, method if is_full else None] if bits and (is_full or has_no_adapter) else []
+
+
+def _rate_too_high(keys: ConfigKeys) -> list[str | None]:
     is_lora = bool(keys.keys() & {"lora_r", "lora_rank", "lora_alpha", "adapter", "lora_target"})
-    is_lora = is_lora or keys.get("kind", ConfigValue("", False, 0)).text in ("lora", "dora")  # tunewell's own config
-    limit = 3e-3 if is_lora else 1e-3
-    if "muon" in getattr(keys.get("optimizer") or keys.get("optim"), "text", ""):
+    limit = 3e-3 if is_lora or keys.text("kind") in ("lora", "dora") else 1e-3  # `kind` is in tunewell's own config
+    if "muon" in keys.text("optimizer", "optim"):
         return []  # its rates are not those of AdamW
-    return [rate] if rate is not None and number is not None and number >= limit else []
+    return [keys.first("learning_rate", "lr")] if keys.number("learning_rate", "lr") >= limit else []
 
 
-def _fp16_on_bf16(keys: Keys) -> list[ConfigValue]:
-    fp16 = keys.get("fp16")
-    dtype = keys.get("torch_dtype") or keys.get("dtype")
-    if fp16 is None or not fp16.is_true or dtype is None or dtype.text not in ("bfloat16", "float16", "torch.bfloat16"):
-        return []
-    return [fp16, dtype]
+def _fp16_on_bf16(keys: ConfigKeys) -> list[str | None]:
+    is_16_bit = keys.text("torch_dtype", "dtype") in ("bfloat16", "float16", "torch.bfloat16")
+    return ["fp16", keys.first("torch_dtype", "dtype")] if keys.text("fp16") in _TRUE and is_16_bit else []
 
 
-_RULES: dict[str, Callable[[Keys], list[ConfigValue]]] = {
+_RULES: dict[str, Callable[[ConfigKeys], list[str | None]]] = {
     "zero3-device-map": _zero3_device_map,
     "yaml-float-string": _quoted_numbers,
     "quantized-full-finetune": _quantized_without_adapter,

@@ -5,14 +5,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import BinaryIO
 
 from tunewell.core.files import read_text
 from tunewell.core.redact import redact
 from tunewell.features.diagnose.config_lint import lint, lint_lengths
 from tunewell.features.diagnose.config_versions import Versions, stated_versions
-from tunewell.features.diagnose.findings import Diagnosis, Finding
+from tunewell.features.diagnose.findings import DiagnosedFailure, Diagnosis
 from tunewell.features.diagnose.inputs import open_documents, read_stream
 from tunewell.features.diagnose.knowledge import load_tools
 from tunewell.features.diagnose.ranking import rank
@@ -21,10 +20,9 @@ from tunewell.features.diagnose.requirements import version_conflicts
 
 _LONGEST_PATH = 4096
 CONFLICT = "incompatible-versions"
-_NONE: Versions = MappingProxyType({})
 
 
-def diagnose(source: str | os.PathLike[str]) -> list[Finding]:
+def diagnose(source: str | os.PathLike[str]) -> list[DiagnosedFailure]:
     """Return the findings about a text, or about a file, folder or run, best first.
 
     An empty list means healthy. A first finding with the id `unknown` means that the cause cannot be told from the
@@ -46,12 +44,12 @@ def diagnose_text(text: str | bytes) -> Diagnosis:
     return diagnose_stream(io.BytesIO(data))
 
 
-def diagnose_stream(file: BinaryIO, *, versions: Versions = _NONE) -> Diagnosis:
+def diagnose_stream(file: BinaryIO, *, versions: Versions | None = None) -> Diagnosis:
     """Return the diagnosis of a stream such as stdin, which may be larger than memory."""
     return _conclude([read_stream(file)], (), versions)
 
 
-def diagnose_paths(paths: Sequence[Path], *, versions: Versions = _NONE) -> Diagnosis:
+def diagnose_paths(paths: Sequence[Path], *, versions: Versions | None = None) -> Diagnosis:
     """Return the diagnosis of files, folders or runs, read together as one run.
 
     `versions` are releases of libraries for which the keys of configs are checked, besides those stated in the files.
@@ -62,7 +60,7 @@ def diagnose_paths(paths: Sequence[Path], *, versions: Versions = _NONE) -> Diag
     return _conclude(readings, notes, versions)
 
 
-def diagnose_config(config: Path, rows: Path, *, versions: Versions = _NONE) -> Diagnosis:
+def diagnose_config(config: Path, rows: Path, *, versions: Versions | None = None) -> Diagnosis:
     """Return the diagnosis of a config together with the rows that it will train on."""
     notes: list[str] = []
     readings = list(open_documents([config], notes))
@@ -70,12 +68,11 @@ def diagnose_config(config: Path, rows: Path, *, versions: Versions = _NONE) -> 
     return _conclude(readings, notes, versions)
 
 
-def _conclude(readings: Sequence[Reading], notes: Sequence[str], versions: Versions) -> Diagnosis:
-    stated = stated_versions("\n".join(reading.text for reading in readings if reading.text))
-    hints = [
-        hint for reading in readings if reading.text for hint in lint(reading.text, reading, stated | dict(versions))
-    ]
-    mend = "; ".join(filter(None, (version_conflicts(reading.text, reading) for reading in readings if reading.text)))
+def _conclude(readings: Sequence[Reading], notes: Sequence[str], versions: Versions | None) -> Diagnosis:
+    with_text = [reading for reading in readings if reading.text]
+    stated = stated_versions("\n".join(reading.text for reading in with_text)) | dict(versions or {})
+    hints = [hint for reading in with_text for hint in lint(reading.text, reading, stated)]
+    mend = "; ".join(filter(None, (version_conflicts(reading.text, reading) for reading in with_text)))
     findings, more = rank(readings)
     findings = [
         replace(

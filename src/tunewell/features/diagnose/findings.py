@@ -21,7 +21,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Finding:
+class DiagnosedFailure:
     """A failure, with its evidence, its cause and its fix."""
 
     id: str
@@ -56,7 +56,7 @@ class Finding:
 class Diagnosis:
     """The findings about a text, a file or a run."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[DiagnosedFailure, ...]
     tool: str | None = None
     """The program that wrote the log, if it is known."""
     notes: tuple[str, ...] = ()
@@ -83,14 +83,5 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Return the diagnosis for `--json`."""
-        return {
-            "status": self.status,
-            "findings": [finding.as_json() for finding in self.findings],
-            "tool": self.tool,
-            "notes": list(self.notes),
-            "num_lines": self.num_lines,
-            "num_steps": self.num_steps,
-            "num_judged": self.num_judged,
-            "sources": list(self.sources),
-            "exit_code": self.exit_code,
-        }
+        found = {**asdict(self), "findings": [finding.as_json() for finding in self.findings]}
+        return {"status": self.status, **found, "exit_code": self.exit_code}

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import SYSTEM_FOLDERS, open_file, parse_json
@@ -69,18 +69,7 @@ def read_stream(file: BinaryIO, *, name: str | None = None) -> Reading:
     head = file.read(SMALL_BYTES)
     if len(head) < SMALL_BYTES:
         return _read_bytes(head, name)
-    return read_document(read_chunks(cast(BinaryIO, _Joined(head, file))), name=name)
-
-
-class _Joined(io.RawIOBase):
-    """A stream whose first bytes were already read."""
-
-    def __init__(self, head: bytes, rest: BinaryIO) -> None:
-        self._head, self._rest = head, rest
-
-    def read(self, size: int = -1) -> bytes:
-        head, self._head = self._head, b""
-        return head + self._rest.read(size if size < 0 else max(0, size - len(head)))
+    return read_document(read_chunks(file, head=head), name=name)
 
 
 def _readings(file: Path, name: str, refused: list[str], notes: list[str]) -> Iterator[Reading]:
@@ -89,17 +78,17 @@ def _readings(file: Path, name: str, refused: list[str], notes: list[str]) -> It
         from tunewell.features.diagnose.own_runs import read_own_run
 
         yield from read_own_run(file, notes)
-        if (crash := StoredRun(file).crash) is not None and (reading := _read(crash, crash.name, refused)) is not None:
-            yield reading
-    elif (reading := _read(file, name, refused)) is not None:
+        if (crash := StoredRun(file).crash) is None:
+            return
+        file, name = crash, crash.name
+    if (reading := _read(file, name, refused)) is not None:
         yield reading
 
 
 def _is_own_run(folder: Path) -> bool:
     """Return whether a folder holds a run of `tunewell train` or the log of `HealthCallback`."""
-    names = (EVENTS, "plan.json", HEALING)
-    has_events, has_plan, has_healing = ((folder / name).is_file() for name in names)
-    return has_events and (has_plan or has_healing)
+    has_events, *others = ((folder / name).is_file() for name in (EVENTS, "plan.json", HEALING))
+    return has_events and any(others)
 
 
 def _files(path: Path, notes: list[str]) -> Iterator[tuple[Path, str]]:
@@ -193,19 +182,15 @@ def _read_bytes(data: bytes, name: str | None) -> Reading:
 
 def _as_text(data: bytes) -> str | None:
     """Return the text of a notebook or of a state file with a long history, or None for any other text."""
-    start = data[:SMALL_BYTES].lstrip()[:1]
-    if start != b"{" or not (b'"cells"' in data or b'"log_history"' in data):
+    if not data[:SMALL_BYTES].lstrip().startswith(b"{") or not (b'"cells"' in data or b'"log_history"' in data):
         return None
     try:
         found = parse_json(data)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
-    if not isinstance(found, dict):
-        return None
-    state = cast(dict[str, Any], found)
-    if isinstance(state.get("cells"), list):
-        return notebook_text(state)
-    history = state.get("log_history")
+    if isinstance(found.get("cells"), list):
+        return notebook_text(found)
+    history = found.get("log_history")
     if isinstance(history, list) and len(data) > SMALL_BYTES:
-        return "\n".join(json.dumps(entry) for entry in cast(list[Any], history))
+        return "\n".join(json.dumps(entry) for entry in history)
     return None

@@ -6,7 +6,7 @@ texts: cause, fixes, an example. It is parsed when a finding needs it. `signatur
 
 import tomllib
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,26 @@ from tunewell.features.diagnose.patterns import Pattern
 
 FOLDER = Path(__file__).parent / "signatures"
 _PAGE = "\n[page]\n"
-DEFAULT_WITHIN = 60
-"""Lines within which all patterns of a signature must occur."""
+_SENTENCE_WITHIN = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Signature:
     """Evidence for a failure class: all of `all`, at least one of `any`, none of `none`."""
 
-    class_id: str
-    all: tuple[Pattern, ...]
-    any: tuple[Pattern, ...]
-    none: tuple[Pattern, ...]
     confidence: float
-    within: int
-    facts: tuple[str, ...]
+    all: tuple[Pattern, ...] = ()
+    any: tuple[Pattern, ...] = ()
+    none: tuple[Pattern, ...] = ()
+    within: int = 60
+    """Lines within which all patterns must occur."""
+    facts: tuple[str, ...] = ()
     """Facts that must hold: names of rules on the numbers of a log (`rules.py`)."""
-    is_sentence: bool
+    is_sentence: bool = False
     """Whether it describes sentences typed by a person. It is not searched for in large logs."""
-    printed_by: str | None
+    printed_by: str | None = None
     """The source file that prints the text, as a path below site-packages or a repository."""
-    cause: str | None
+    cause: str | None = None
     """Replaces the cause of the class, if this signature knows it better."""
 
     @property
@@ -71,13 +70,13 @@ class FailureClass:
         return str(fixes.get(tool, self.page["fix"])) if tool else str(self.page["fix"])
 
 
-@lru_cache(maxsize=1)
+@cache
 def load_phrases() -> dict[str, list[str]]:
     """Return the lists of phrases that patterns refer to as `{@name}`."""
     return tomllib.loads((FOLDER / "phrases.toml").read_text(encoding="utf-8"))
 
 
-@lru_cache(maxsize=1)
+@cache
 def load_classes() -> dict[str, FailureClass]:
     """Return every failure class by its id."""
     files = (file for file in sorted(FOLDER.glob("*.toml")) if file.stem not in ("phrases", "tools"))
@@ -101,31 +100,16 @@ def read_class(file: Path) -> FailureClass:
     )
 
 
-_KEYS = {"all", "any", "none", "confidence", "within", "facts", "sentence", "printed_by", "cause"}
-
-
 def _signature(class_id: str, raw: dict[str, Any]) -> Signature:
-    if unknown := raw.keys() - _KEYS:
+    if raw.pop("sentence", False):
+        raw = {"within": _SENTENCE_WITHIN, **raw, "is_sentence": True}
+    if unknown := raw.keys() - Signature.__dataclass_fields__.keys():
         raise ValueError(f"{class_id}: unknown key {sorted(unknown)[0]}")
-    if not (raw.get("all") or raw.get("any") or raw.get("facts")):
+    if not raw.keys() & {"all", "any", "facts"}:
         raise ValueError(f"{class_id}: a signature needs `all`, `any` or `facts`")
-    is_sentence = bool(raw.get("sentence", False))
-    return Signature(
-        class_id=class_id,
-        all=_patterns(raw.get("all", ())),
-        any=_patterns(raw.get("any", ())),
-        none=_patterns(raw.get("none", ())),
-        confidence=float(raw["confidence"]),
-        within=int(raw.get("within", 4 if is_sentence else DEFAULT_WITHIN)),
-        facts=tuple(raw.get("facts", ())),
-        is_sentence=is_sentence,
-        printed_by=raw.get("printed_by"),
-        cause=raw.get("cause"),
-    )
-
-
-def _patterns(texts: list[str] | tuple[str, ...]) -> tuple[Pattern, ...]:
-    return tuple(_pattern(text) for text in texts)
+    values: dict[str, Any] = raw | {"facts": tuple(raw.get("facts", ()))}
+    values |= {name: tuple(map(_pattern, raw[name])) for name in ("all", "any", "none") if name in raw}
+    return Signature(**values)
 
 
 @cache
@@ -142,8 +126,8 @@ class Tool:
     patterns: tuple[Pattern, ...]
 
 
-@lru_cache(maxsize=1)
+@cache
 def load_tools() -> tuple[Tool, ...]:
     """Return the tools in the order in which they are tried: the most specific first."""
     raw: dict[str, Any] = tomllib.loads((FOLDER / "tools.toml").read_text(encoding="utf-8"))
-    return tuple(Tool(name, entry["label"], _patterns(entry["any"])) for name, entry in raw.items())
+    return tuple(Tool(name, entry["label"], tuple(map(_pattern, entry["any"]))) for name, entry in raw.items())

@@ -10,7 +10,7 @@ def notebook_text(notebook: dict[str, Any]) -> str:
     raw = cast(list[Any], notebook["cells"])
     cells = [cast(dict[str, Any], cell) for cell in raw if isinstance(cell, dict)]
     code = [cell for cell in cells if cell.get("cell_type") == "code"]
-    ordered = sorted(code, key=lambda cell: _order(cell.get("execution_count")))
+    ordered = sorted(code, key=lambda cell: number if isinstance(number := cell.get("execution_count"), int) else -1)
     parts: list[str] = []
     for number, cell in enumerate(ordered):
         label = cell.get("execution_count")
@@ -23,10 +23,6 @@ def notebook_text(notebook: dict[str, Any]) -> str:
     if [cell.get("execution_count") for cell in code] != [cell.get("execution_count") for cell in ordered]:
         parts.append("# the cells were not executed in the order of the file")
     return "\n".join(part for part in parts if part) + "\n"
-
-
-def _order(executed: Any) -> int:
-    return executed if isinstance(executed, int) else -1
 
 
 def _joined(text: Any) -> str:

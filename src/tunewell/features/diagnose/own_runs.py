@@ -11,7 +11,6 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, read_text
 from tunewell.core.units import count
 from tunewell.features.diagnose.findings import Evidence
-from tunewell.features.diagnose.matcher import Hits
 from tunewell.features.diagnose.readers import read_run
 from tunewell.features.diagnose.reading import EVENTS, Reading, signatures
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
@@ -31,12 +30,13 @@ def read_own_run(folder: Path, notes: list[str]) -> list[Reading]:
         raise UserError(f"the run in `{folder}` is damaged: {error}", fix="give the printed log instead") from None
     outcome = StoredRun(folder).outcome
     lines = _lines_by_step(folder)
-    steps = _reading(EVENTS, num_lines=len(lines), num_steps=sum(step.held_out_loss is None for step in log.steps))
+    num_steps = sum(step.held_out_loss is None for step in log.steps)
+    steps = Reading(EVENTS, len(lines), num_steps, num_steps, tool="tunewell")
     for finding in replay(log.steps, log.about) if log.steps else []:
         if finding.severity != "note" and finding.name != NOTHING_READ:
             line, text = lines.get(finding.step, (0, ""))
             steps.facts.setdefault(f"series:{finding.name}", [Evidence(line, text, EVENTS, finding.words)])
-    problems = _reading(HEALING, num_lines=len(entries))
+    problems = Reading(HEALING, len(entries), tool="tunewell")
     for number, entry in enumerate(entries, start=1):
         _add_entry(entry, number, problems, device=log.about.device or "", notes=notes)
     if (status := outcome.get("status")) not in (None, "finished"):
@@ -62,11 +62,6 @@ def _add_entry(entry: HealingEntry, number: int, reading: Reading, *, device: st
 @lru_cache(maxsize=1)
 def _known_facts() -> frozenset[str]:
     return frozenset(fact for signature in signatures() for fact in signature.facts)
-
-
-def _reading(name: str, *, num_lines: int, num_steps: int = 0) -> Reading:
-    hits, facts = Hits(), dict[str, list[Evidence]]()
-    return Reading(name, hits, facts, num_lines, num_steps, num_steps, [], prose="", is_small=True, tool="tunewell")
 
 
 def _lines_by_step(folder: Path) -> dict[int, tuple[int, str]]:

@@ -1,12 +1,14 @@
 """Decide what a reading means: complete signatures become findings, ranked so that causes come before consequences."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
 
 from tunewell.core.units import count
-from tunewell.features.diagnose.findings import HEALTHY, LIKELY, UNKNOWN, Evidence, Finding
-from tunewell.features.diagnose.knowledge import FailureClass, load_classes
+from tunewell.features.diagnose.findings import HEALTHY, LIKELY, UNKNOWN, DiagnosedFailure, Evidence
+from tunewell.features.diagnose.knowledge import FailureClass, Signature, load_classes
 from tunewell.features.diagnose.matcher import complete
 from tunewell.features.diagnose.reading import Reading
 from tunewell.features.diagnose.rules import is_sentence
@@ -41,23 +43,29 @@ class FailureCandidate:
     """A class whose signature is complete in one document."""
 
     failure: FailureClass
+    signature: Signature
+    """The surest of the complete ones."""
     confidence: float
     evidence: tuple[Evidence, ...]
-    is_sentence: bool
-    is_series: bool
-    cause: str | None
     num_lines: int = 0
     """Number of lines about it in a written report; 0 in a log."""
-    is_measured: bool = False
-    """Whether a rule computed it from numbers, not only from text."""
+
+    @property
+    def is_sentence(self) -> bool:
+        return self.signature.is_sentence
+
+    @property
+    def is_series(self) -> bool:
+        return any(fact.startswith("series:") for fact in self.signature.facts)
 
     @property
     def score(self) -> float:
         """The order among findings that do not explain each other."""
-        is_report = self.num_lines > 0
-        penalty = _WARNING_PENALTY if self.failure.severity == "warning" and not is_report else 0.0
-        measured = _MEASURED if self.is_measured and is_report else 0.0
-        return self.confidence - penalty + measured + _PER_LINE * min(self.num_lines, _MOST_LINES)
+        if not self.num_lines:
+            return self.confidence - (_WARNING_PENALTY if self.failure.severity == "warning" else 0.0)
+        # A problem that a rule computed from numbers, not only from text.
+        measured = _MEASURED if self.signature.facts else 0.0
+        return self.confidence + measured + _PER_LINE * min(self.num_lines, _MOST_LINES)
 
     @property
     def line(self) -> int:
@@ -67,41 +75,36 @@ class FailureCandidate:
 def find_candidates(reading: Reading) -> list[FailureCandidate]:
     """Return the classes that have a complete signature in a document."""
     found: list[FailureCandidate] = []
-    facts = {name for name in reading.facts if not (reading.prose and name.startswith("series:"))}
     for failure in load_classes().values():
-        best: FailureCandidate | None = None
-        for signature in failure.signatures:
-            if signature.is_sentence and not reading.is_small:
-                continue
-            # In a document of many paragraphs, a sentence is one line, at most two.
-            within = 1 if signature.is_sentence and not reading.prose else signature.within
-            evidence = complete(signature, reading.hits, facts, within=within, without=reading.advice)
-            if evidence is None or (signature.is_sentence and not _are_sentences(evidence, reading)):
-                continue
-            evidence = [*evidence, *(shown for fact in signature.facts for shown in reading.facts[fact])]
-            series = any(fact.startswith("series:") for fact in signature.facts)
-            one = FailureCandidate(
-                failure,
-                signature.confidence,
-                tuple(evidence),
-                signature.is_sentence,
-                series,
-                signature.cause,
-                is_measured=bool(signature.facts),
-            )
-            if best is None:
-                best = one
-            else:
-                best, other = (one, best) if one.confidence > best.confidence else (best, one)
-                sure = min(0.99, best.confidence + _MORE_EVIDENCE)
-                best = replace(best, confidence=sure, evidence=(*best.evidence, *other.evidence))
-        if best is not None and _is_comment(best, reading):
-            continue
-        if best is not None:
-            best = _doubted(best, reading)
-            lines = 1 + _lines_about(failure, reading) if reading.is_report else 0
-            found.append(replace(best, num_lines=lines))
+        if complete_ones := list(_complete_signatures(failure, reading)):
+            best = _doubted(reduce(_both, complete_ones), reading)
+            if not _is_comment(best, reading):
+                num_lines = 1 + _lines_about(failure, reading) if reading.is_report else 0
+                found.append(replace(best, num_lines=num_lines))
     return _with_guess(found, reading) if reading.prose else found
+
+
+def _complete_signatures(failure: FailureClass, reading: Reading) -> Iterator[FailureCandidate]:
+    facts = {name for name in reading.facts if not (reading.prose and name.startswith("series:"))}
+    for signature in failure.signatures:
+        if signature.is_sentence and not reading.is_small:
+            continue
+        # In a document of many paragraphs, a sentence is one line, at most two.
+        within = 1 if signature.is_sentence and not reading.prose else signature.within
+        evidence = complete(signature, reading.hits, facts, within=within, without=reading.advice)
+        if evidence is None:
+            continue
+        if signature.is_sentence and not reading.prose and not any(is_sentence(shown.text) for shown in evidence):
+            continue
+        evidence += [shown for fact in signature.facts for shown in reading.facts[fact]]
+        yield FailureCandidate(failure, signature, signature.confidence, tuple(evidence))
+
+
+def _both(one: FailureCandidate, other: FailureCandidate) -> FailureCandidate:
+    """Return the surer one of two candidates of a class, with the evidence of both."""
+    best, other = (other, one) if other.confidence > one.confidence else (one, other)
+    sure = min(0.99, best.confidence + _MORE_EVIDENCE)
+    return replace(best, confidence=sure, evidence=(*best.evidence, *other.evidence))
 
 
 def _doubted(candidate: FailureCandidate, reading: Reading) -> FailureCandidate:
@@ -138,11 +141,7 @@ def _lines_about(failure: FailureClass, reading: Reading) -> int:
     return len({shown.line for pattern in patterns for shown in reading.hits.of(pattern)})
 
 
-def _are_sentences(evidence: list[Evidence], reading: Reading) -> bool:
-    return bool(reading.prose) or any(is_sentence(shown.text) for shown in evidence)
-
-
-def rank(readings: Sequence[Reading]) -> tuple[list[Finding], list[str]]:
+def rank(readings: Sequence[Reading]) -> tuple[list[DiagnosedFailure], list[str]]:
     """Return the findings about all documents of a run, best first, and notes about harmless messages."""
     everything = [candidate for reading in readings for candidate in find_candidates(reading)]
     harmless = [candidate for candidate in everything if candidate.failure.severity == "harmless"]
@@ -152,7 +151,17 @@ def rank(readings: Sequence[Reading]) -> tuple[list[Finding], list[str]]:
     tool = next((reading.tool for reading in readings if reading.tool), None)
     strong = [c for c in merged if c.failure.id != UNKNOWN and c.confidence >= LEAST_CONFIDENCE]
     hints = [c for c in merged if c.failure.id != UNKNOWN and c.confidence < LEAST_CONFIDENCE]
-    findings = [_finding(candidate, tool, because) for candidate, because in _order(strong)]
+    findings = [
+        _finding(
+            one.failure,
+            _unique([one]),
+            confidence=round(one.confidence, 2),
+            cause=one.signature.cause or one.failure.page["cause"],
+            fix=one.failure.fix_for(tool),
+            because_of=because,
+        )
+        for one, because in _order(strong)
+    ]
     notes = [f"harmless: line {shown.line}: {shown.note or shown.text}" for shown in _unique(harmless)[:3]]
     is_healthy = _is_healthy(readings, merged, harmless)
     unexplained = _unexplained(readings, strong, harmless)
@@ -185,40 +194,32 @@ def _with_guess(candidates: list[FailureCandidate], reading: Reading) -> list[Fa
     ]
     confidence -= _CLOSE if doubted else 0.0
     shown = Evidence(1, " ".join(reading.prose.split())[:300], reading.name)
-    return [*doubted, FailureCandidate(failure, confidence, (shown,), True, False, None)]
+    signature = Signature(confidence=confidence, is_sentence=True)
+    return [*doubted, FailureCandidate(failure, signature, confidence, (shown,))]
 
 
 def _merge(candidates: list[FailureCandidate]) -> list[FailureCandidate]:
     """Keep the surest candidate of each class over all documents, with the evidence of all."""
     by_id: dict[str, FailureCandidate] = {}
     for candidate in candidates:
-        known = by_id.get(candidate.failure.id)
-        if known is None:
-            by_id[candidate.failure.id] = candidate
-            continue
-        better = candidate if candidate.confidence > known.confidence else known
-        by_id[candidate.failure.id] = replace(better, evidence=(*known.evidence, *candidate.evidence))
+        known = by_id.setdefault(candidate.failure.id, candidate)
+        if known is not candidate:
+            surest = max(known, candidate, key=lambda one: one.confidence)
+            by_id[known.failure.id] = replace(surest, evidence=(*known.evidence, *candidate.evidence))
     return list(by_id.values())
 
 
 def _order(candidates: list[FailureCandidate]) -> list[tuple[FailureCandidate, str | None]]:
     """Sort by certainty, then move each consequence behind its cause."""
-    ordered = sorted(candidates, key=_rank_key)
+    ordered = sorted(candidates, key=lambda candidate: (-round(candidate.score, 2), candidate.line))
     if len(ordered) > 1 and ordered[0].is_sentence and ordered[1].is_sentence:
         first, second = ordered[:2]
         related = second.failure.id in first.failure.explains or first.failure.id in second.failure.explains
         if not related and first.score - second.score < _CLOSE:
-            doubted = [replace(candidate, confidence=candidate.confidence - _DOUBT) for candidate in (first, second)]
-            ordered = [*doubted, *ordered[2:]]
-    result: list[tuple[FailureCandidate, str | None]] = []
-    for candidate in ordered:
-        result.append((candidate, _cause_of(candidate, ordered)))
-    causes = [pair for pair in result if pair[1] is None]
-    return [*causes, *(pair for pair in result if pair[1] is not None)] if causes else result
-
-
-def _rank_key(candidate: FailureCandidate) -> tuple[float, int]:
-    return -round(candidate.score, 2), candidate.line
+            ordered[:2] = (
+                replace(candidate, confidence=candidate.confidence - _DOUBT) for candidate in (first, second)
+            )
+    return sorted(((one, _cause_of(one, ordered)) for one in ordered), key=lambda pair: pair[1] is not None)
 
 
 def _cause_of(candidate: FailureCandidate, others: list[FailureCandidate]) -> str | None:
@@ -228,7 +229,9 @@ def _cause_of(candidate: FailureCandidate, others: list[FailureCandidate]) -> st
             continue
         if other.is_sentence and candidate.is_sentence and other.confidence < candidate.confidence - _EQUAL:
             continue
-        if candidate.failure.id in other.failure.explains and candidate.failure.id not in _mutual(other, candidate):
+        # Of two classes that explain each other, the less certain one is the consequence.
+        is_less_certain = other.confidence < candidate.confidence and other.failure.id in candidate.failure.explains
+        if candidate.failure.id in other.failure.explains and not is_less_certain:
             return other.failure.id
         is_failure = other.failure.severity == "failure" and not other.failure.is_symptom
         if candidate.failure.is_symptom and is_failure and not other.is_sentence:
@@ -236,28 +239,18 @@ def _cause_of(candidate: FailureCandidate, others: list[FailureCandidate]) -> st
     return None
 
 
-def _mutual(first: FailureCandidate, second: FailureCandidate) -> tuple[str, ...]:
-    """Two classes that explain each other: the less certain one is the consequence."""
-    if first.failure.id in second.failure.explains and first.confidence < second.confidence:
-        return (second.failure.id,)
-    return ()
-
-
-def _finding(candidate: FailureCandidate, tool: str | None, because: str | None) -> Finding:
-    failure = candidate.failure
+def _finding(failure: FailureClass, evidence: Sequence[Evidence], **known: Any) -> DiagnosedFailure:
+    """Return a finding with the texts of its page; `known` are its other fields."""
     page = failure.page
-    return Finding(
+    return DiagnosedFailure(
         id=failure.id,
         title=failure.title,
         family=failure.family,
-        confidence=round(candidate.confidence, 2),
-        cause=candidate.cause or page["cause"],
-        fix=failure.fix_for(tool),
-        evidence=tuple(_unique([candidate])[:_MAX_EVIDENCE]),
+        evidence=tuple(evidence[:_MAX_EVIDENCE]),
         severity=failure.severity,
         next=page.get("next", ""),
         caught_by=tuple(page.get("caught_by", ())),
-        because_of=because,
+        **{"cause": page["cause"], "fix": page["fix"], **known},
     )
 
 
@@ -290,24 +283,14 @@ def _is_healthy(readings: Sequence[Reading], merged: list[FailureCandidate], har
 
 def _unknown(
     errors: list[Evidence], decides: list[FailureCandidate], hints: list[FailureCandidate], readings: Sequence[Reading]
-) -> Finding:
+) -> DiagnosedFailure:
     failure = load_classes()[UNKNOWN]
-    page = failure.page
-    evidence = [*_unique(decides), *reversed(errors)][:_MAX_EVIDENCE]
     num_lines = sum(reading.num_lines for reading in readings)
-    read = (
-        f"{count(num_lines, 'line')} {'was' if num_lines == 1 else 'were'} read" if num_lines else "The text is empty"
-    )
-    cause = page["cause"] if evidence else f"{read}: nothing names a known failure."
+    evidence = [*_unique(decides), *reversed(errors)]
+    cause = failure.page["cause"]
+    if not evidence:
+        verb = "was" if num_lines == 1 else "were"
+        read = f"{count(num_lines, 'line')} {verb} read" if num_lines else "The text is empty"
+        cause = f"{read}: nothing names a known failure."
     possible = f" It could be {' or '.join(hint.failure.id for hint in hints[:3])}." if hints else ""
-    return Finding(
-        id=UNKNOWN,
-        title=failure.title,
-        family=failure.family,
-        confidence=0.2,
-        cause=cause + possible,
-        fix=page["fix"],
-        evidence=tuple(evidence),
-        severity="warning",
-        next=page["next"],
-    )
+    return _finding(failure, evidence, confidence=0.2, cause=cause + possible)

@@ -33,17 +33,17 @@ class Reading:
     """What one document says."""
 
     name: str | None
-    hits: Hits
-    facts: Facts
     num_lines: int
-    num_steps: int
+    num_steps: int = 0
     """Number of logged steps; an estimate if only a sample was judged."""
-    num_judged: int
-    errors: list[Evidence]
+    num_judged: int = 0
+    hits: Hits = field(default_factory=Hits)
+    facts: Facts = field(default_factory=Facts)
+    errors: list[Evidence] = field(default_factory=list[Evidence])
     """The first and the last lines that name an exception."""
-    prose: str
+    prose: str = ""
     """The text, if it is a few sentences typed by a person; otherwise empty."""
-    is_small: bool
+    is_small: bool = True
     is_report: bool = False
     """Whether it is a written report with headings, and not a log."""
     advice: frozenset[int] = frozenset()
@@ -53,6 +53,10 @@ class Reading:
     """The text of a small document, in which configs are looked for."""
     config: list[str] = field(default_factory=list[str])
     """Keys of a config that was understood, or empty."""
+
+    def add_fact(self, name: str, line: int, text: str, note: str = "") -> None:
+        """Add a line as evidence of a fact."""
+        self.facts.setdefault(name, []).append(Evidence(line, text, self.name, note))
 
 
 @lru_cache(maxsize=2)
@@ -151,7 +155,7 @@ def read_document(chunks: Iterable[Chunk], *, name: str | None = None) -> Readin
         is_small=is_small,
         is_report=is_report,
         advice=advice_lines(text) if is_small else frozenset(),
-        tool=_find_tool(hits),
+        tool=next((tool.name for tool in load_tools() if any(map(hits.of, tool.patterns))), None),
     )
 
 
@@ -168,7 +172,3 @@ def _collect_errors(chunk: Chunk, errors: list[Evidence], name: str | None) -> N
         if len(errors) >= _ERRORS:
             del errors[_ERRORS // 2]
         errors.append(Evidence(chunk.line_of(match.start()), line_around(chunk, match.start(), match.end()), name))
-
-
-def _find_tool(hits: Hits) -> str | None:
-    return next((tool.name for tool in load_tools() if any(hits.of(pattern) for pattern in tool.patterns)), None)

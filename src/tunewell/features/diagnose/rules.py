@@ -13,7 +13,7 @@ from itertools import pairwise
 from tunewell.core.text import shorten_line
 from tunewell.features.diagnose.findings import Evidence
 from tunewell.features.diagnose.readers import TrainingLog, read_log
-from tunewell.training.health import Finding as SeriesFinding
+from tunewell.training.health import HealthFinding
 from tunewell.training.log_rules import NOTHING_READ, replay
 
 Facts = dict[str, list[Evidence]]
@@ -23,7 +23,7 @@ _METRIC = re.compile(r"loss|norm|perplexity", re.I)
 _NOT_FINITE = re.compile(r"\b(?:nan|inf)\b", re.I)
 
 
-def read_facts(text: str, *, first_line: int = 1, every: int = 1) -> tuple[Facts, TrainingLog]:
+def read_facts(text: str, *, every: int = 1) -> tuple[Facts, TrainingLog]:
     """Return the facts of a text, and the metrics read from it. `every`: see `read_log`."""
     facts: Facts = {}
     log = read_log(text, every=every)
@@ -39,13 +39,13 @@ def read_facts(text: str, *, first_line: int = 1, every: int = 1) -> tuple[Facts
             has_broken_numbers = True
         is_benign = finding.name == "fp16-scaler-skip-benign" and not has_fault
         if (finding.severity != "note" or is_benign) and finding.name != NOTHING_READ:
-            facts.setdefault(f"series:{finding.name}", [_evidence_of(finding, lines, first_line, log)])
-    for name, rule in _RULES.items():
+            facts.setdefault(f"series:{finding.name}", [_evidence_of(finding, lines, log)])
+    for rule in _RULES:
         evidence = rule(lines)
         notes = evidence if isinstance(evidence, dict) else dict.fromkeys(evidence, "")
         if notes:
-            facts[name] = [
-                Evidence(first_line + at, shorten_line(lines[at], _LONGEST), note=notes[at]) for at in sorted(notes)
+            facts[rule.__name__.replace("_", "-")] = [
+                Evidence(1 + at, shorten_line(lines[at], _LONGEST), note=notes[at]) for at in sorted(notes)
             ]
     return facts, log
 
@@ -115,20 +115,21 @@ _PRINTED = re.compile(r"\W{0,6}(?:\[?rank\s?\d+\]?:\s)?[\w.]*(?:Error|Exception|
 _LOG_LINE = re.compile(r"(?m)^\s*[{<\[]|^\S+Error:|it/s\]|s/it\]|^\s*\w+_\w+: ")
 
 
-def _evidence_of(finding: SeriesFinding, lines: list[str], first_line: int, log: TrainingLog) -> Evidence:
+def _evidence_of(finding: HealthFinding, lines: list[str], log: TrainingLog) -> Evidence:
     """Return the line of a finding: that of its step, one with NaN, one with one of its numbers, or the first."""
     values = [value for value in finding.numbers.values() if isinstance(value, int | float)]
     wants_nan = any(not math.isfinite(value) for value in values)
     keys = {f"{value:g}" for value in values if math.isfinite(value)} | {repr(value) for value in values}
     metric = [at for at, line in enumerate(lines) if _METRIC.search(line)]
-    best = None
-    if len(metric) == len(log.steps):  # one line per step
-        best = next((at for at, step in zip(metric, log.steps, strict=True) if step.step == finding.step), None)
-    if best is None:
-        best = next((at for at in metric if wants_nan and _NOT_FINITE.search(lines[at])), None)
-    if best is None:
-        best = next((at for at in metric if any(key in lines[at] for key in keys)), metric[0] if metric else 0)
-    return Evidence(first_line + best, shorten_line(lines[best], _LONGEST), note=finding.words)
+    same_step = [at for at, step in zip(metric, log.steps, strict=False) if step.step == finding.step]
+    likely = [
+        *(same_step if len(metric) == len(log.steps) else ()),  # one line per step
+        *(at for at in metric if wants_nan and _NOT_FINITE.search(lines[at])),
+        *(at for at in metric if any(key in lines[at] for key in keys)),
+        *metric,
+        0,
+    ]
+    return Evidence(1 + likely[0], shorten_line(lines[likely[0]], _LONGEST), note=finding.words)
 
 
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?)"
@@ -322,12 +323,13 @@ def _tokens(line: str, following: list[str]) -> Iterator[tuple[str, bool, str]]:
         yield name, bool(is_id), value
 
 
-_RULES: dict[str, Callable[[list[str]], list[int] | dict[int, str]]] = {
-    "loss-scales-with-accumulation": loss_scales_with_accumulation,
-    "throughput-falls-with-batch": throughput_falls_with_batch,
-    "throughput-rises-with-batch": throughput_rises_with_batch,
-    "no-step-for-long": no_step_for_long,
-    "lengths-far-below-limit": lengths_far_below_limit,
-    "slow-fast-cycles": slow_fast_cycles,
-    "pad-equals-eos": pad_equals_eos,
-}
+_RULES: tuple[Callable[[list[str]], list[int] | dict[int, str]], ...] = (
+    loss_scales_with_accumulation,
+    throughput_falls_with_batch,
+    throughput_rises_with_batch,
+    no_step_for_long,
+    lengths_far_below_limit,
+    slow_fast_cycles,
+    pad_equals_eos,
+)
+"""The name of a fact is that of its rule, with hyphens."""

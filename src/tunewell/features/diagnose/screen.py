@@ -7,7 +7,7 @@ from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
-    from tunewell.features.diagnose.findings import Diagnosis, Finding
+    from tunewell.features.diagnose.findings import DiagnosedFailure, Diagnosis
 
 _MIN_TEXT = 20
 _MAX_NOTES = 4
@@ -45,7 +45,7 @@ def _headline(diagnosis: "Diagnosis") -> str:
     return hanging(word, f"{diagnosis.findings[0].title} ({read})")
 
 
-def _finding(finding: "Finding", commands: Collection[str], *, has_files: bool) -> str:
+def _finding(finding: "DiagnosedFailure", commands: Collection[str], *, has_files: bool) -> str:
     certainty = f"{finding.certainty} ({finding.confidence:.2f})"
     family = "" if finding.family == finding.id else f"{finding.family}, "
     rows = [["id", f"{finding.id}, {family}{certainty}"], ["why", finding.cause], ["fix", finding.fix]]
@@ -59,24 +59,24 @@ def _finding(finding: "Finding", commands: Collection[str], *, has_files: bool) 
     return "\n".join([*_evidence(finding, has_files=has_files), folded_table(rows)])
 
 
-def _evidence(finding: "Finding", *, has_files: bool) -> list[str]:
+def _evidence(finding: "DiagnosedFailure", *, has_files: bool) -> list[str]:
+    if not finding.evidence:
+        return []
     rows: list[list[str]] = []
     for shown in finding.evidence:
         place = f"{shown.line:,}" if shown.line else "-"
-        name = f"{shown.file}:{place}" if shown.file and has_files else place
-        rows.append([name, one_line(shown.text), shown.note])
-    if not rows:
-        return []
-    places = table([[place, "|"] for place, *_ in rows], right=(0,), gap=2).splitlines()
+        rows.append([f"{shown.file}:{place}" if shown.file and has_files else place, "|"])
+    places = table(rows, right=(0,), gap=2).splitlines()
     room = max(width() - len(places[0]) - 4, _MIN_TEXT)
     lines: list[str] = []
-    for place, (_, text, note) in zip(places, rows, strict=True):
+    for place, shown in zip(places, finding.evidence, strict=True):
+        text = one_line(shown.text)
         lines.append(f"  {place} {text if cell_width(text) <= room else fitting(text, room - 4) + ' ...'}")
-        lines += [hanging(" " * (len(place) + 1) + "= ", note)] if note else []
+        lines += [hanging(" " * (len(place) + 1) + "= ", shown.note)] if shown.note else []
     return [*lines, ""]
 
 
-def _reason(finding: "Finding") -> str:
+def _reason(finding: "DiagnosedFailure") -> str:
     lines = ", ".join(f"{shown.line:,}" for shown in finding.evidence[:3] if shown.line)
     because = f"; explained by {finding.because_of}" if finding.because_of else ""
     return f"{finding.title}{f' (line {lines})' if lines else ''}{because}"

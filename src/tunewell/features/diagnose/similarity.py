@@ -13,7 +13,7 @@ from tunewell.features.diagnose.knowledge import FailureClass, load_classes
 
 _WORD = re.compile(r"[a-z][a-z_0-9]{2,}|[a-z]\d")
 _ENDINGS = ("ations", "ation", "ising", "izing", "ings", "ing", "ised", "ized", "ies", "ed", "es", "ly", "s", "e")
-_WEIGHTS = {"title": 2.0, "symptoms": 2.0, "example": 2.0, "cause": 1.0, "next": 0.5}
+_WEIGHTS = {"title": 2.0, "id": 2.0, "symptoms": 2.0, "example": 2.0, "cause": 1.0, "next": 0.5}
 _COMMON_WORDS = """
 the and for with that this but not from are was were has have had its you your can will than then when while which all
 any one two only also more after before into out off over under does did doing been being model training train run runs
@@ -33,7 +33,7 @@ def guess_class(text: str) -> tuple[FailureClass, float] | None:
     vectors, weights = index_classes()
     unseen = max(weights.values()) / 2  # words of no page make the text less similar to all of them
     query = {word: (1 + math.log(count)) * weights.get(word, unseen) for word, count in words.items()}
-    norm = math.sqrt(sum(value * value for value in query.values())) or 1.0
+    norm = math.hypot(*query.values()) or 1.0
 
     def score(vector: dict[str, float]) -> float:
         return sum(value * vector.get(word, 0.0) for word, value in query.items()) / norm
@@ -63,18 +63,17 @@ def index_classes() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
         if failure.id in (UNKNOWN, "harmless"):
             continue
         bag: dict[str, float] = defaultdict(float)
+        texts = {**failure.page, "title": failure.title, "id": failure.id.replace("-", " ")}
         for key, weight in _WEIGHTS.items():
-            text: str | list[str] = failure.title if key == "title" else failure.page.get(key, "")
+            text: str | list[str] = texts.get(key, "")
             for word in _stems(text if isinstance(text, str) else " ".join(text)):
                 bag[word] += weight
-        for word in _stems(failure.id.replace("-", " ")):
-            bag[word] += 2
         bags[failure.id] = bag
     documents = Counter(word for bag in bags.values() for word in bag)
     weights = {word: math.log(len(bags) / count) for word, count in documents.items()}
     vectors: dict[str, dict[str, float]] = {}
     for name, bag in bags.items():
         raw = {word: (1 + math.log(max(1.0, count))) * weights[word] for word, count in bag.items()}
-        norm = math.sqrt(sum(value * value for value in raw.values())) or 1.0
+        norm = math.hypot(*raw.values()) or 1.0
         vectors[name] = {word: value / norm for word, value in raw.items()}
     return vectors, weights

@@ -50,11 +50,10 @@ def clean(data: bytes) -> bytes:
     return _RANK.sub(b"", data) if b"]:" in data else data
 
 
-def read_chunks(file: BinaryIO) -> Iterator[Chunk]:
-    """Yield the cleaned chunks of a file. A chunk ends at a line feed where it can."""
-    pieces = _utf8_pieces(file)
+def read_chunks(file: BinaryIO, *, head: bytes = b"") -> Iterator[Chunk]:
+    """Yield the cleaned chunks of a file, whose `head` was read already. A chunk ends at a line feed where it can."""
     carried, line, fresh = b"", 1, 0
-    for piece in pieces:
+    for piece in _utf8_pieces(file, head):
         data = clean(carried + piece)
         # Keep back what may continue in the next piece: an unfinished line, but never more than the overlap.
         cut = data.rfind(b"\n") + 1
@@ -74,18 +73,13 @@ def _overlap_start(data: bytes, cut: int) -> int:
     return border + 1 if 0 <= border < cut - 1 else start
 
 
-def _utf8_pieces(file: BinaryIO) -> Iterator[bytes]:
-    first = file.read(CHUNK_BYTES)
-    encoding = utf16_of(first)
-    if encoding is None:
-        while first:
-            yield first
-            first = file.read(CHUNK_BYTES)
-        return
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    while first:
-        yield decoder.decode(first).encode("utf-8", "replace")
-        first = file.read(CHUNK_BYTES)
+def _utf8_pieces(file: BinaryIO, head: bytes) -> Iterator[bytes]:
+    piece = head + file.read(CHUNK_BYTES)
+    encoding = utf16_of(piece)
+    decoder = codecs.getincrementaldecoder(encoding)("replace") if encoding else None
+    while piece:
+        yield decoder.decode(piece).encode("utf-8", "replace") if decoder else piece
+        piece = file.read(CHUNK_BYTES)
 
 
 def utf16_of(head: bytes) -> str | None:
@@ -101,18 +95,18 @@ def utf16_of(head: bytes) -> str | None:
     return "utf-16-be" if even > 0.6 * len(sample) / 2 > odd else None
 
 
-_WIDE = 2000
+_WIDE, _LONGEST_LINE = 2000, 300
 
 
-def line_around(chunk: Chunk, start: int, end: int, *, longest: int = 300) -> str:
+def line_around(chunk: Chunk, start: int, end: int) -> str:
     """Return the line of a match, shortened to its surroundings if it is long."""
     data = chunk.data
     begin = max(data.rfind(b"\n", 0, start), data.rfind(b"\x0b", 0, start)) + 1
     stops = [at for at in (data.find(b"\n", end), data.find(b"\x0b", end)) if at >= 0]
     stop = min(stops, default=len(data))
-    if stop - begin > longest:
+    if stop - begin > _LONGEST_LINE:
         # Secrets are replaced before the line is cut, because a part of one is not recognised.
-        before = redact(data[max(begin, start - _WIDE) : start].decode("utf-8", "replace"))[-longest // 4 :]
+        before = redact(data[max(begin, start - _WIDE) : start].decode("utf-8", "replace"))[-_LONGEST_LINE // 4 :]
         after = redact(data[start : min(stop, start + _WIDE)].decode("utf-8", "replace"))
-        return " ".join((before + after).split())[:longest]
-    return " ".join(data[begin:stop].decode("utf-8", "replace").split())[: 2 * longest]
+        return " ".join((before + after).split())[:_LONGEST_LINE]
+    return " ".join(data[begin:stop].decode("utf-8", "replace").split())[: 2 * _LONGEST_LINE]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tunewell.core.errors import UserError
-from tunewell.features.diagnose.config_versions import Release, load_tables
+from tunewell.features.diagnose.config_versions import Release, load_tables, parse_release
 from tunewell.features.diagnose.diagnose import diagnose_config, diagnose_paths, diagnose_stream
 from tunewell.features.diagnose.findings import Diagnosis
 from tunewell.records.report import read_report
@@ -52,20 +52,23 @@ def _versions(releases: Sequence[str]) -> dict[str, Release]:
             found |= {name: number for name in libraries if (number := _installed(name)) is not None}
             continue
         name, _, version = release.replace(" ", "").partition("==")
-        match = re.match(r"v?(\d+)\.(\d+)", version)
-        if name not in libraries or match is None:
+        number = _release(version)
+        if name not in libraries or number is None:
             known = ", ".join(sorted(libraries))
             fix = f"`--with trl==0.24`, or `--with installed`; known are {known}"
             raise UserError(f"`--with {release}` is not a release of a known library", fix=fix)
-        found[name] = (int(match[1]), int(match[2]))
+        found[name] = number
     return found
 
 
 def _installed(name: str) -> Release | None:
     from importlib.metadata import PackageNotFoundError, version
 
-    try:
-        match = re.match(r"(\d+)\.(\d+)", version(name))
-    except PackageNotFoundError:
-        return None
-    return (int(match[1]), int(match[2])) if match else None
+    with suppress(PackageNotFoundError):
+        return _release(version(name))
+    return None
+
+
+def _release(version: str) -> Release | None:
+    match = re.match(r"v?(\d+\.\d+)", version)
+    return parse_release(match[1]) if match else None

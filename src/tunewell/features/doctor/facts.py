@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from tunewell.core.child import run
 from tunewell.core.errors import UserError
@@ -131,9 +134,21 @@ class Environment:
                 found.setdefault(package.name, package.version)
         return found
 
+    @property
+    def damaged(self) -> set[str]:
+        """Names of the packages without usable metadata."""
+        return {package.name for package in self.packages if package.problem} | set(self.without_metadata)
+
     def trial(self, name: str) -> ImportTrial | None:
         """Return the import of a package, or None if it was not tried."""
         return next((trial for trial in self.imports or () if trial.name == name), None)
+
+
+def public_version(version: str) -> str | None:
+    """Return a version without a local part like +cpu, which is on no package index; None if it is not a version."""
+    with suppress(InvalidVersion):
+        return Version(version).public
+    return None
 
 
 def read_packages(python: str | None, *, is_fast: bool = False) -> Environment:
@@ -152,15 +167,14 @@ def read_packages(python: str | None, *, is_fast: bool = False) -> Environment:
         ) from None
 
 
-def as_environment(found: Mapping[str, Any]) -> Environment:
+def as_environment(found: dict[str, Any]) -> Environment:
     """Convert the facts of `packages.py`."""
     torch = found["torch"]
     return Environment(
-        python=Python(**found["python"]),
-        packages=[Package(**package) for package in found["packages"]],
-        leftovers=found["leftovers"],
-        without_metadata=found["without_metadata"],
-        shadowed=found["shadowed"],
-        torch=TorchBuild(torch["__version__"] or "unknown", torch["cuda"], torch["hip"]) if torch else None,
-        bitsandbytes=found["bitsandbytes"],
+        **found
+        | {
+            "python": Python(**found["python"]),
+            "packages": [Package(**package) for package in found["packages"]],
+            "torch": TorchBuild(torch["__version__"] or "unknown", torch["cuda"], torch["hip"]) if torch else None,
+        }
     )

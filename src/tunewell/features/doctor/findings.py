@@ -2,7 +2,8 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 from tunewell.features.doctor.facts import Python
@@ -33,16 +34,7 @@ class EnvironmentProblem:
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding for `--json`."""
-        return {
-            "id": self.id,
-            "group": self.group,
-            "level": self.level,
-            "what": self.what,
-            "why": self.why,
-            "fix": self.fix,
-            "commands": list(self.commands),
-            "evidence": list(self.evidence),
-        }
+        return {name: value for name, value in asdict(self).items() if name != "packages"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +64,15 @@ class EnvironmentReport:
             "seconds": round(self.seconds, 3),
         }
 
+    def __repr__(self) -> str:
+        return f"EnvironmentReport(exit_code={self.exit_code}, findings={[finding.id for finding in self.findings]})"
+
+    def _repr_html_(self) -> str:
+        found = [(f"{one.level}: {one.id}", f"{one.what}. {one.fix}") for one in self.findings]
+        rows = [*self.facts.items(), *(found or [("result", "nothing is wrong")])]
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+        return f"<table style='text-align:left'>{cells}</table>"
+
     def fix_script(self) -> str:
         """Return one shell script with every command, in order. Nothing is run."""
         lines = ["#!/bin/sh", "# From `tunewell doctor --fix`. Read it before you run it.", "set -e"]
@@ -92,16 +93,17 @@ class EnvironmentReport:
 def pip_install(python: Python, *arguments: str) -> str:
     """Return the command that installs into this interpreter; an environment of uv has no pip."""
     quoted = " ".join(argument if argument.startswith("-") else _quote(argument) for argument in arguments)
-    if python.has_pip:
-        return f"{shlex.quote(python.executable)} -m pip install {quoted}"
-    return f"uv pip install --python {shlex.quote(python.executable)} {quoted}"
+    return f"{_pip(python, 'install')} {quoted}"
 
 
 def pip_uninstall(python: Python, name: str) -> str:
     """Return the command that removes a package."""
-    if python.has_pip:
-        return f"{shlex.quote(python.executable)} -m pip uninstall --yes {name}"
-    return f"uv pip uninstall --python {shlex.quote(python.executable)} {name}"
+    return f"{_pip(python, 'uninstall')} {'--yes ' if python.has_pip else ''}{name}"
+
+
+def _pip(python: Python, action: str) -> str:
+    executable = shlex.quote(python.executable)
+    return f"{executable} -m pip {action}" if python.has_pip else f"uv pip {action} --python {executable}"
 
 
 def _quote(text: str) -> str:

@@ -1,32 +1,18 @@
 """Try imports in a child process with a time limit, because a broken package may raise, crash or hang."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.child import Child
+from tunewell.core.files import parse_json, read_bytes
 from tunewell.features.doctor.facts import ImportTrial
 
-TRIALS: Mapping[str, str] = {
-    "pydantic": "import pydantic",
-    "pyyaml": "import yaml",
-    "orjson": "import orjson",
-    "numpy": "import numpy",
-    "pyarrow": "import pyarrow",
-    "pandas": "import pandas",
-    "tokenizers": "import tokenizers",
-    "safetensors": "import safetensors",
-    "torch": "import torch; torch.ones(2, 2) @ torch.ones(2, 2)",
-    "torchvision": "import torchvision",
-    "datasets": "import datasets",
-    "accelerate": "import accelerate",
-    # `import transformers` is lazy: only a class of a model imports torch, torchvision and the hub.
-    "transformers": "from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments",
-    "bitsandbytes": "import bitsandbytes",
-    "peft": "import peft",
-    "trl": "from trl import SFTTrainer",
-}
-"""The statement that proves each package, requirements first. unsloth is not tried: it changes other packages."""
+TRIALS: dict[str, str] = parse_json(read_bytes(Path(__file__).with_name("stack.json")))["trials"]
+"""The statement that proves each package, requirements first. unsloth is not tried: it changes other packages.
+
+`import transformers` is lazy: only a class of a model imports torch, torchvision and the hub.
+"""
 
 TIME_LIMIT = 60.0
 """Seconds for one import. torch takes 2 to 10 s; on a network drive up to a minute."""

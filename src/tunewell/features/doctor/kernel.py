@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
-
+from tunewell.features.doctor.facts import public_version
 from tunewell.features.doctor.packages import STACK, normalize
+from tunewell.machine.system import System
 
 _KERNELS = ("ipykernel", "colab_kernel")
 _MAX_ANCESTORS = 20
@@ -19,7 +19,7 @@ def held_in_this_process(installed: Mapping[str, str]) -> list[tuple[str, str, s
     found: list[tuple[str, str, str]] = []
     for name, module in STACK.items():
         held, now = getattr(sys.modules.get(module), "__version__", None), installed.get(name)
-        if isinstance(held, str) and now is not None and _differ(held, now):
+        if isinstance(held, str) and now is not None and public_version(held) not in (None, public_version(now)):
             found.append((name, held, now))
     return found
 
@@ -33,7 +33,9 @@ def held_by_parent_kernel(installed: Mapping[str, str], proc: Path = Path("/proc
     kernel = _kernel_process(proc)
     if kernel is None:
         return []
-    lines = re.findall(r"(?:site|dist)-packages/([\w.]+?)/\S+ \(deleted\)$", _read(kernel / "maps"), re.MULTILINE)
+    lines = re.findall(
+        r"(?:site|dist)-packages/([\w.]+?)/\S+ \(deleted\)$", System().read(f"{kernel}/maps"), re.MULTILINE
+    )
     names = {normalize(line) for line in lines}
     modules = {normalize(module): name for name, module in STACK.items()}
     return [
@@ -48,24 +50,10 @@ def _kernel_process(proc: Path) -> Path | None:
     process = os.getppid()
     for _ in range(_MAX_ANCESTORS):
         folder = proc / str(process)
-        if any(name in _read(folder / "cmdline") for name in _KERNELS):
+        if any(name in System().read(f"{folder}/cmdline") for name in _KERNELS):
             return folder
-        parent = re.search(r"^PPid:\s*(\d+)", _read(folder / "status"), re.MULTILINE)
+        parent = re.search(r"^PPid:\s*(\d+)", System().read(f"{folder}/status"), re.MULTILINE)
         if parent is None or int(parent[1]) <= 1:
             return None
         process = int(parent[1])
     return None
-
-
-def _differ(held: str, now: str) -> bool:
-    try:
-        return Version(held).public != Version(now).public
-    except InvalidVersion:
-        return False
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -28,7 +28,7 @@ def read_machine(folders: Mapping[str, Path], *, is_fast: bool = False, system: 
         smi_message=answer.message,
         gpus=answer.gpus,
         kernel_driver=_kernel_driver(system.read("/proc/driver/nvidia/version")),
-        num_pci_gpus=0 if is_fast else _pci_gpus(Path("/sys/bus/pci/devices")),
+        num_pci_gpus=0 if is_fast else _pci_gpus(system, Path("/sys/bus/pci/devices")),
         is_wsl=found.is_wsl,
         memory_bytes=found.cpu.memory_bytes,
         free_memory_bytes=found.cpu.free_bytes,
@@ -43,10 +43,10 @@ def _kernel_driver(text: str) -> str | None:
     return found[1] if found else None
 
 
-def _pci_gpus(devices: Path) -> int:
+def _pci_gpus(system: System, devices: Path) -> int:
     folders = devices.iterdir() if devices.is_dir() else ()
     return sum(
-        _read(folder / "vendor").strip() == _NVIDIA and _read(folder / "class").startswith(_DISPLAY_CLASS)
+        system.read(f"{folder}/vendor").strip() == _NVIDIA and system.read(f"{folder}/class").startswith(_DISPLAY_CLASS)
         for folder in folders
     )
 
@@ -64,10 +64,3 @@ def _disk(purpose: str, folder: Path) -> Disk | None:
         return None
     inodes = state.f_favail if state is not None and state.f_files else None
     return Disk(purpose, str(existing), free, is_writable=os.access(existing, os.W_OK), free_inodes=inodes)
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -17,30 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STACK = {
-    "accelerate": "accelerate",
-    "axolotl": "axolotl",
-    "bitsandbytes": "bitsandbytes",
-    "datasets": "datasets",
-    "flash-attn": "flash_attn",
-    "huggingface-hub": "huggingface_hub",
-    "llamafactory": "llamafactory",
-    "numpy": "numpy",
-    "pandas": "pandas",
-    "peft": "peft",
-    "pyarrow": "pyarrow",
-    "safetensors": "safetensors",
-    "tokenizers": "tokenizers",
-    "torch": "torch",
-    "torchvision": "torchvision",
-    "transformers": "transformers",
-    "triton": "triton",
-    "trl": "trl",
-    "tunewell": "tunewell",
-    "unsloth": "unsloth",
-    "unsloth-zoo": "unsloth_zoo",
-    "xformers": "xformers",
-}
+STACK: dict[str, str] = json.loads(Path(__file__).with_name("stack.json").read_text(encoding="utf-8"))["modules"]
 """The packages of the fine-tuning stack, and the module of each. Others are checked only as their requirements."""
 
 _CODE = (".py", ".so", ".pyd", ".dll", ".dylib")
@@ -177,18 +154,16 @@ def _missing_files(folder: Path) -> tuple[int, list[str]]:
             if parent not in listed:
                 # One pass over each folder is faster than asking for each of torch's 12,000 files.
                 listed[parent] = {entry.name for entry in _entries(str(folder.parent / parent))}
-            if name not in listed[parent] or (_expects_bytes(row) and _is_empty(folder.parent / row[0], name)):
+            if name not in listed[parent] or _is_empty(folder.parent / row[0], row):
                 missing.append(row[0])
     return num_files, missing
 
 
-def _expects_bytes(row: list[str]) -> bool:
-    return len(row) > 2 and row[2].isdigit() and int(row[2]) > 0
-
-
-def _is_empty(path: Path, name: str) -> bool:
-    # A full disk leaves empty files. Only modules that Python imports first are asked.
-    if not (name == "__init__.py" or name.endswith(_CODE[1:])):
+def _is_empty(path: Path, row: list[str]) -> bool:
+    """Return whether a file is empty that should not be: a full disk leaves such files."""
+    # Only modules that Python imports first are asked.
+    is_first = path.name == "__init__.py" or path.name.endswith(_CODE[1:])
+    if not is_first or len(row) < 3 or not row[2].isdigit() or row[2] == "0":
         return False
     try:
         return path.stat().st_size == 0

@@ -2,60 +2,49 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tunewell.features.doctor.checks import gpu, machine, models, packages, versions
 from tunewell.features.doctor.facts import Environment
 from tunewell.features.doctor.findings import LEVELS, EnvironmentProblem
 
-
-@dataclass(frozen=True)
-class DoctorCheck:
-    """A check: its group, and the function that reads the facts."""
-
-    group: str
-    run: Callable[[Environment], Iterable[EnvironmentProblem]]
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self.run.__name__
-
+DoctorCheck = tuple[str, Callable[[Environment], Iterable[EnvironmentProblem]]]
+"""The group of a check, and the function that reads the facts."""
 
 CHECKS: Sequence[DoctorCheck] = (
-    DoctorCheck("disk and memory", machine.disks),
-    DoctorCheck("python", packages.python_version),
-    DoctorCheck("python", packages.python_path),
-    DoctorCheck("notebook", versions.notebook_kernel),
-    DoctorCheck("packages", packages.training_packages),
-    DoctorCheck("packages", packages.metadata),
-    DoctorCheck("packages", packages.files),
-    DoctorCheck("versions", versions.conflicts),
-    DoctorCheck("packages", packages.numpy_abi),
-    DoctorCheck("packages", packages.requirements),
-    DoctorCheck("packages", packages.failed_imports),
-    DoctorCheck("gpu", gpu.driver),
-    DoctorCheck("gpu", gpu.torch_build),
-    DoctorCheck("gpu", gpu.torch_sees_gpu),
-    DoctorCheck("gpu", gpu.bitsandbytes_binary),
-    DoctorCheck("gpu", gpu.emulated_bf16),
-    DoctorCheck("gpu", gpu.busy_gpu),
-    DoctorCheck("model", models.model_files),
-    DoctorCheck("model", models.hub_access),
-    DoctorCheck("model", models.model_size),
-    DoctorCheck("disk and memory", machine.memory),
+    ("disk and memory", machine.disks),
+    ("python", packages.python_version),
+    ("python", packages.python_path),
+    ("notebook", versions.notebook_kernel),
+    ("packages", packages.training_packages),
+    ("packages", packages.metadata),
+    ("packages", packages.files),
+    ("versions", versions.conflicts),
+    ("packages", packages.numpy_abi),
+    ("packages", packages.requirements),
+    ("packages", packages.failed_imports),
+    ("gpu", gpu.driver),
+    ("gpu", gpu.torch_build),
+    ("gpu", gpu.torch_sees_gpu),
+    ("gpu", gpu.bitsandbytes_binary),
+    ("gpu", gpu.emulated_bf16),
+    ("gpu", gpu.busy_gpu),
+    ("model", models.model_files),
+    ("model", models.hub_access),
+    ("model", models.model_size),
+    ("disk and memory", machine.memory),
 )
 
 
-def run_checks(facts: Environment, checks: Sequence[DoctorCheck] = CHECKS) -> list[EnvironmentProblem]:
+def run_checks(facts: Environment) -> list[EnvironmentProblem]:
     """Return the findings, broken ones first, in the order of the checks.
 
     A failed import of a package that an earlier finding explains is evidence of that finding.
     """
     found: list[EnvironmentProblem] = []
-    for check in checks:
-        for finding in check.run(facts):
-            finding = replace(finding, group=check.group)
+    for group, check in CHECKS:
+        for finding in check(facts):
+            finding = replace(finding, group=group)
             cause = _cause(finding, found)
             if cause is None:
                 found.append(finding)

@@ -15,7 +15,8 @@ from tunewell.features.doctor.facts import Environment, read_packages
 from tunewell.features.doctor.findings import TRAINING, EnvironmentProblem, EnvironmentReport
 from tunewell.features.doctor.machine import read_machine
 from tunewell.features.doctor.registry import CHECKS, run_checks
-from tunewell.model_files.checks import hub_cache, hub_problem, read_models
+from tunewell.model_files.checks import hub_cache, read_models
+from tunewell.model_files.files import hub_problem
 
 if TYPE_CHECKING:
     from tunewell.config.load import LoadedConfig

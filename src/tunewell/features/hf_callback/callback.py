@@ -24,7 +24,7 @@ from tunewell.core.units import count
 from tunewell.features.hf_callback.logs import HealthLog
 from tunewell.features.hf_callback.signals import SignalRecorder, StepSignals, locate_fault
 from tunewell.records.healing import ActionName, HealingEntry
-from tunewell.training.health import Finding, HealthMonitor, RunContext, StepMetrics
+from tunewell.training.health import HealthFinding, HealthMonitor, RunContext, StepMetrics
 
 with quiet_bitsandbytes():
     from transformers.trainer_callback import TrainerCallback
@@ -128,8 +128,8 @@ class HealthCallback(TrainerCallback):
         self._signals: SignalRecorder | None = None
         self._pending: StepMetrics | None = None
         self._is_checked = False
-        self._fault: Finding | None = None
-        self._possible_fault: Finding | None = None
+        self._fault: HealthFinding | None = None
+        self._possible_fault: HealthFinding | None = None
         self._reported: set[str] = set()
         self._filtered_args: Any = None
         self._is_fp32 = False
@@ -174,7 +174,9 @@ class HealthCallback(TrainerCallback):
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
         signals = self._signals.read(scale=scale, is_stopping=self._fault is not None)
         if signals.is_stop_requested:
-            self._stop_late(state.global_step)
+            finished = state.global_step
+            found = self._fault or HealthFinding("fault", "fault", finished, "another rank found a fault")
+            self._raise(f"{found.words}; stopped after step {count(finished)}", found)
         metrics = StepMetrics(
             step=state.global_step + 1,
             loss=signals.loss,
@@ -232,7 +234,7 @@ class HealthCallback(TrainerCallback):
         if was_own and not self._loss.is_own:
             self._monitor, self._possible_fault = HealthMonitor(self._monitor.about), None
             words = "the trainer computes its own loss, so the logged loss is checked from now on, not the model's"
-            self._write(Finding("another-loss", "note", metrics.step, words), "none", words)
+            self._write(HealthFinding("another-loss", "note", metrics.step, words), "none", words)
         if self._is_checked:
             self._logs.step(metrics)
             return
@@ -260,7 +262,7 @@ class HealthCallback(TrainerCallback):
 
     def _handle_bad_step(self, metrics: StepMetrics, step: StepSignals, model: nn.Module) -> None:
         """Skip an update that is NaN or infinite; after an fp16 overflow, the gradient scaler skips it."""
-        worst = next(iter(self._monitor.observe(metrics)), None) or Finding(
+        worst = next(iter(self._monitor.observe(metrics)), None) or HealthFinding(
             "nothing-to-learn", "warning", metrics.step, _NO_SUPERVISED_TOKEN
         )
         if metrics.scale is None or step.are_gradients_finite:
@@ -288,18 +290,13 @@ class HealthCallback(TrainerCallback):
             found = locate_fault(model, tuple(signals.batches), bad_gradients=bad, is_loss_bad=is_loss_bad)
         return found.place, f"; {found.remark}" if found.remark else ""
 
-    def _stop_late(self, finished: int) -> None:
-        """Stop because of a fault in the previous step or on another rank."""
-        found = self._fault or Finding("fault", "fault", finished, "another rank found a fault")
-        self._raise(f"{found.words}; stopped after step {count(finished)}", found)
-
-    def _raise(self, what: str, finding: Finding, *, place: str | None = None) -> None:
+    def _raise(self, what: str, finding: HealthFinding, *, place: str | None = None) -> None:
         log, fix = self._logs.healing_path, advice(finding.name, place, is_fp32=self._is_fp32)
         self._finish()
         self._close()
         raise HealthStop(what, name=finding.name, step=finding.step, place=place, log=log, fix=fix)
 
-    def _write(self, finding: Finding, action: ActionName, words: str, *, place: str | None = None) -> None:
+    def _write(self, finding: HealthFinding, action: ActionName, words: str, *, place: str | None = None) -> None:
         """Log a finding, and print it unless it is a note; each kind is printed once, loss spikes every time."""
         self._logs.heal(
             HealingEntry(finding.step, finding.name, finding.severity, action, words, finding.numbers, place=place)

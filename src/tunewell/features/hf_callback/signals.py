@@ -21,7 +21,7 @@ _KEPT_BYTES = 64 * 2**20
 _UNCLIPPED_SHARE = 0.999
 """A gradient norm below this share of the clipping norm was not clipped."""
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
+ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a forward call."""
 
 
@@ -74,7 +74,7 @@ class SignalRecorder:
 
     def begin(self) -> None:
         """Start a new step."""
-        self.batches: list[Batch] = []
+        self.batches: list[ForwardArguments] = []
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor | int] = []
         self._supervised: list[Tensor] = []
@@ -109,7 +109,7 @@ class SignalRecorder:
                 self._combined_loss().to(device) if self._losses else zero,
                 zero if self._norms is None else self._norms[1].norm().to(device),
                 zero if self._norms_now is None else self._norms_now[1].norm().to(device),
-                *(_total(counts, zero) for counts in (self._tokens, self._supervised)),
+                *(sum((zero + count for count in counts), zero) for counts in (self._tokens, self._supervised)),
             ]
         )
         world = world_size()
@@ -159,7 +159,7 @@ class SignalRecorder:
             return
         self._is_queued = False
         self.batches.append((args, dict(kwargs)))
-        while len(self.batches) > 1 and sum(map(_size, self.batches)) > _KEPT_BYTES:
+        while len(self.batches) > 1 and sum(map(_num_bytes, self.batches)) > _KEPT_BYTES:
             del self.batches[0]
         self._is_divided = kwargs.get("num_items_in_batch") is not None
         ids, mask, labels = (kwargs.get(name) for name in ("input_ids", "attention_mask", "labels"))
@@ -216,13 +216,9 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None
 
 
-def _size(batch: Batch) -> int:
+def _num_bytes(batch: ForwardArguments) -> int:
     args, kwargs = batch
     return sum(part.nbytes for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
-
-
-def _total(counts: Sequence[Tensor | int], zero: Tensor) -> Tensor:
-    return sum((count.to(zero) if isinstance(count, Tensor) else zero + count for count in counts), zero)
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -255,7 +251,7 @@ class Fault:
 
 
 def locate_fault(
-    model: nn.Module, batches: Sequence[Batch], *, bad_gradients: Sequence[str], is_loss_bad: bool
+    model: nn.Module, batches: Sequence[ForwardArguments], *, bad_gradients: Sequence[str], is_loss_bad: bool
 ) -> Fault:
     """Return the first tensor of a step that is NaN or infinite. All ranks must call this and get the same result.
 
@@ -270,7 +266,9 @@ def locate_fault(
     return next((each for each in all_found if each.place), found)
 
 
-def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *, is_loss_bad: bool) -> Fault:
+def _find_here(
+    model: nn.Module, batches: Sequence[ForwardArguments], bad: Sequence[str], *, is_loss_bad: bool
+) -> Fault:
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if not is_finite(_plain(weight)):
             return Fault(f"weight `{name}`")
@@ -296,7 +294,7 @@ def _is_sharded(model: nn.Module) -> bool:
     return is_wrapped or any(hasattr(p, "to_local") or hasattr(p, "ds_id") for p in model.parameters())
 
 
-def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
+def _in_forward(model: nn.Module, batches: Sequence[ForwardArguments]) -> str | None:
     """Return the first module, innermost first, with a NaN or infinite output."""
     found: list[str] = []
     with checked_outputs(model, found), torch.no_grad():
@@ -307,7 +305,7 @@ def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
     return None
 
 
-def _in_backward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
+def _in_backward(model: nn.Module, batches: Sequence[ForwardArguments]) -> str | None:
     """Return the last parameter with a NaN or infinite gradient, which the backward pass reaches first."""
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for args, kwargs in batches:

@@ -8,6 +8,7 @@ import os
 import pprint
 import re
 import urllib.parse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from tunewell.core.redact import redact
 from tunewell.features.notebook.colab import PACKAGE, PortableConfig, make_portable, model_packages, requirement
 from tunewell.model_files.presets import is_preset
 
-_SECTION = re.compile(r"^<!-- ([a-z-]+) -->\n", re.MULTILINE)
+_SECTION = re.compile(r"^<!-- ([a-z-]+)(?: if (\w+))? -->\n", re.MULTILINE)
+"""The name of a section, and the value that must be true for it."""
 _CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _KINDS = ("q8_0", "q4_k_m")
 _METADATA: dict[str, Any] = {
@@ -86,27 +88,25 @@ def notebook(
     portable = make_portable(loaded)
     notes = list(portable.notes)
     installs = [*requirement(package, notes), *model_packages(loaded)]
-    values = {
+    model = str(loaded.config.model)
+    values: dict[str, Any] = {
         **_values(loaded, portable, notes),
         **_url_values(data, portable.files),
         "folder": repr(Path(os.path.relpath(loaded.base.resolve(), path.parent.resolve())).as_posix()),
         "install": "\n".join(_install_line(one) for one in installs),
+        "is_hub": not (is_preset(model) or model.startswith(PACKAGE) or loaded.path(model).exists()),
+        "is_upload": data == "upload",
+        "is_drive": data == "drive",
+        "is_url": data not in ("upload", "drive"),
+        "is_taken_by_browser": data != "drive",
     }
-    cells = [cell for name in _sections(loaded, data, has_install=bool(installs)) for cell in _cells(name, values)]
+    parts = _SECTION.split(Path(__file__).with_name("notebook.md").read_text(encoding="utf-8"))
+    sections = zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
+    cells = [cell for name, wanted, text in sections if values.get(wanted, True) for cell in _cells(name, text, values)]
     written = {"cells": cells, "metadata": _METADATA, "nbformat": 4, "nbformat_minor": 5}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
     return NotebookResult(path, loaded.file, len(cells), data, portable.files, installs, notes)
-
-
-def _sections(loaded: LoadedConfig, data: str, *, has_install: bool) -> list[str]:
-    """Return the names of the sections of `notebook.md`, in order."""
-    model = str(loaded.config.model)
-    is_hub = not (is_preset(model) or model.startswith(PACKAGE) or loaded.path(model).exists())
-    transfer = data if data in ("upload", "drive") else "url"
-    optional = [name for name, is_there in (("install", has_install), ("token", is_hub)) if is_there]
-    middle = ["config", "files", transfer, "device", "train", "verdict", "export", "download"]
-    return ["intro", "tools", *optional, *middle, "take-by-drive" if transfer == "drive" else "take-by-browser"]
 
 
 def _values(loaded: LoadedConfig, portable: PortableConfig, notes: list[str]) -> dict[str, str]:
@@ -159,22 +159,17 @@ def _install_line(requirement: str) -> str:
     return f'run(sys.executable, "-m", "pip", "install", {", ".join(map(repr, arguments))}, advice=advice)'
 
 
-def _cells(section: str, values: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the cells of a section: its text, then its code."""
-    parts = _SECTION.split(Path(__file__).with_name("notebook.md").read_text(encoding="utf-8"))
-    text = dict(zip(parts[1::2], parts[2::2], strict=True))[section]
+def _cells(section: str, text: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the cells of a section: its text, then its code."""
     code = _CODE.search(text)
-    markdown = _fill(_CODE.sub("", text), values)
-    cells: list[dict[str, Any]] = []
-    if markdown:
-        cells.append({"cell_type": "markdown", "id": f"{section}-words", "metadata": {}, "source": markdown})
+    cell: dict[str, Any] = {"metadata": {}}
+    if markdown := _fill(_CODE.sub("", text), values):
+        yield cell | {"cell_type": "markdown", "id": f"{section}-words", "source": markdown}
     if code:
-        source = _fill(code[1], values)
-        cell = {"cell_type": "code", "id": section, "metadata": {}, "source": source}
-        cells.append(cell | {"execution_count": None, "outputs": []})
-    return [cell | {"source": cell["source"].splitlines(keepends=True)} for cell in cells]
+        ran = {"execution_count": None, "outputs": []}
+        yield cell | ran | {"cell_type": "code", "id": section, "source": _fill(code[1], values)}
 
 
-def _fill(text: str, values: dict[str, str]) -> str:
-    # In one pass, because the config may contain double braces.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], text).strip("\n")
+def _fill(text: str, values: dict[str, Any]) -> list[str]:
+    """Return the lines of a text with its values, in one pass, because the config may contain double braces."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], text).strip("\n").splitlines(keepends=True)

@@ -7,8 +7,10 @@ Predictions are measured where that is possible: other thread counts and micro-b
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import ceil
+from pathlib import Path
 from typing import Any
 
+from tunewell.core.files import parse_json, read_bytes
 from tunewell.core.units import count, duration, percent
 from tunewell.features.profile.records import Profile, TriedSetting
 
@@ -75,7 +77,7 @@ def verdict(profile: Profile) -> str:
         return found[0].sentence
     parts = time_by_part(profile)
     name, seconds = max(parts.items(), key=lambda part: part[1])
-    most = f"{percent(seconds / profile.total_seconds, 0)} of the time is {_PARTS.get(name, name)}"
+    most = f"{percent(seconds / profile.total_seconds, 0)} of the time is {PARTS[name][1] if name in PARTS else name}"
     if profile.source == "run":
         return f"No setting of evaluations, checkpoints or data would make this run 5% faster: {most}."
     rate = machine_share(profile)
@@ -90,21 +92,8 @@ def machine_share(profile: Profile) -> float | None:
     return profile.useful_flop / profile.total_seconds / profile.ceilings.matmul_flops
 
 
-_PARTS = {
-    "matmul": "matrix products",
-    "head": "the head and the loss",
-    "pointwise": "pointwise operations",
-    "optimizer": "the optimizer",
-    "data": "reading documents",
-    "host": "Python between operations",
-    "idle": "a GPU that waits for the host",
-    "wait": "waiting for the GPU",
-    "evaluation": "evaluations",
-    "checkpoint": "checkpoints",
-    "compute": "forward and backward passes",
-    "launch": "launching kernels",
-    "log": "logging and health checks",
-}
+PARTS: dict[str, list[str]] = parse_json(read_bytes(Path(__file__).with_name("parts.json")))
+"""The name of each part in a table, and in a sentence."""
 
 
 def time_by_part(profile: Profile) -> dict[str, float]:
@@ -124,17 +113,15 @@ def time_by_part(profile: Profile) -> dict[str, float]:
         kinds = {kind: value for kind, value in (kernels.seconds if kernels else {}).items() if kind != "optimizer"}
         total = sum(kinds.values())
         shares = {kind: value / total for kind, value in kinds.items()} if total else {}
-        parts = {kind: compute * share for kind, share in shares.items()} or {_name(profile): compute}
+        parts = {kind: compute * share for kind, share in shares.items()} or {
+            "launch" if profile.is_gpu else "compute": compute
+        }
         parts["log"] = phases.pop("log", 0.0) + phases.pop("health", 0.0)
         parts |= phases
         if not phases and not compute:
             parts = {"steps": profile.seconds}
     parts["evaluation"], parts["checkpoint"] = profile.evaluation_seconds, profile.checkpoint_seconds
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
-
-
-def _name(profile: Profile) -> str:
-    return "launch" if profile.is_gpu else "compute"
 
 
 def covered_share(profile: Profile) -> float | None:
@@ -215,17 +202,13 @@ def _data(profile: Profile) -> Iterator[Bottleneck]:
         yield Bottleneck("data", cause, "train.read_ahead", "true", profile.total_seconds, rest + hidden)
 
 
-def _tried(profile: Profile, key: str) -> list[TriedSetting]:
-    return [trial for trial in profile.trials if trial.key == key]
-
-
 def _trial(
     name: str, key: str, cause: Callable[[Profile, TriedSetting], str]
 ) -> Callable[[Profile], Iterator[Bottleneck]]:
     """Return a rule that takes the smallest value whose time is within 3% of the best."""
 
     def rule(profile: Profile) -> Iterator[Bottleneck]:
-        tried = _tried(profile, key)
+        tried = [trial for trial in profile.trials if trial.key == key]
         best = min((trial.ratio for trial in tried), default=1.0)
         near = [trial for trial in tried if trial.ratio <= _NEAR_BEST * best]
         if not near or best >= 1:

@@ -12,7 +12,6 @@ from tunewell.core.errors import UserError
 if TYPE_CHECKING:
     from tunewell.config.load import LoadedConfig
 
-_RUN = "A finished run. Default: this folder's run."
 _STEPS = "Measure this many steps of the config (of RUN's, if RUN is given). Nothing is kept."
 _APPLY = "Try the recommended setting, and print both results. The config is not changed."
 _DEFAULT_STEPS = 20

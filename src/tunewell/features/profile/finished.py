@@ -55,6 +55,13 @@ def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return sum(values) / len(values) if len(values) == len(steps) else None
 
 
+def rare_work(seconds: float, number_measured: int, **more: Any) -> Rare | None:
+    """Return work that took `seconds` in all; None if none was measured."""
+    if not number_measured:
+        return None
+    return Rare(seconds=seconds / number_measured, number_measured=number_measured, **more)
+
+
 def read_profile(folder: Path) -> Profile:
     """Return the profile of a run; raise UserError if it has no steps."""
     plan = read_plan(folder)
@@ -68,21 +75,16 @@ def read_profile(folder: Path) -> Profile:
     # The last checkpoint is written after the last step's event.
     num_saves = sum("save" in (step.get("phases") or {}) for step in steps)
     totals = {name: seconds * len(steps) for name, seconds in mean_phases(steps).items()}
-    evaluation = checkpoint = None
-    if evaluations:
-        evaluation = Rare(
-            seconds=sum(evaluations) / len(evaluations),
-            number=len(evaluations),
-            every=plan.evaluate_every.value,
-            number_measured=len(evaluations),
-            answers_seconds=totals.get("answers", 0.0) / len(evaluations),
-        )
-    if num_saves:
-        checkpoint = Rare(
-            seconds=totals["save"] / num_saves,
-            number=num_saves,
-            every=plan.save_every.value,
-            number_measured=num_saves,
-            queue_seconds=totals.get("save_wait", 0.0) / len(steps),
-        )
+    num_evaluations = len(evaluations)
+    evaluation = rare_work(
+        sum(evaluations),
+        num_evaluations,
+        number=num_evaluations,
+        every=plan.evaluate_every.value,
+        answers_seconds=totals.get("answers", 0.0) / max(1, num_evaluations),
+    )
+    waited = totals.get("save_wait", 0.0) / len(steps)
+    checkpoint = rare_work(
+        totals.get("save", 0.0), num_saves, number=num_saves, every=plan.save_every.value, queue_seconds=waited
+    )
     return make_profile(plan, steps, source="run", num_steps=len(steps), evaluation=evaluation, checkpoint=checkpoint)

@@ -19,7 +19,7 @@ from tunewell.training.step import PhaseClock
 
 PHASE = "phase:"
 _STEP_PHASES = ("forward", "backward", "reduce", "optimizer")
-_HEAD = re.compile(r"_SupervisedLoss")
+_HEAD = "_SupervisedLoss"
 _ATTENTION = re.compile(
     r"_CausalProducts|scaled_dot_product|flash|fmha|varlen|attention|^_(forward|backward_(queries|keys))$",
     re.IGNORECASE,
@@ -52,7 +52,7 @@ def kind_of(operation: Operation) -> str:
     around = (*operation.parents, operation.name)
     if PHASE + "optimizer" in operation.parents:
         return "optimizer"
-    if any(_HEAD.search(name) for name in around):
+    if any(_HEAD in name for name in around):
         return "head"
     if any(_ATTENTION.search(name) for name in around if not name.startswith(PHASE)):
         return "attention"
@@ -107,29 +107,26 @@ class KernelTrace:
     def read(self, num_steps: int, *, wall_seconds: float) -> Kernels:
         """Return the time of the kernels per step."""
         events = self._profiler.events()
-        host = list(_host_operations(events))
-        kernels = list(_kernels(events))
-        syncs = [own for own in host if _SYNC.match(own.name)]
-        is_gpu = self._device.type == "cuda"
-        kinds = sum_kinds(kernels if is_gpu else [own for own in host if _is_in_step(own)])
-        busy = busy_seconds(kernels) if is_gpu else sum(value for kind, value in kinds.items() if kind != "host")
+        host = [
+            Operation(event.name, _parents(event), event.self_cpu_time_total / 1e6)
+            for event in events
+            if _is_host(event) and not event.is_async
+        ]
+        if self._device.type == "cuda":
+            kernels = list(_kernels(events))
+            kinds, busy = sum_kinds(kernels), busy_seconds(kernels)
+        else:
+            in_step = {PHASE + name for name in _STEP_PHASES}
+            kinds = sum_kinds(own for own in host if not in_step.isdisjoint((own.name, *own.parents)))
+            busy = sum(value for kind, value in kinds.items() if kind != "host")
+        syncs = [own.seconds for own in host if _SYNC.match(own.name)]
         return Kernels(
             seconds={kind: value / num_steps for kind, value in sorted(kinds.items())},
             busy_seconds=busy / num_steps,
             wall_seconds=wall_seconds / num_steps,
             num_syncs=len(syncs) / num_steps,
-            sync_seconds=sum(own.seconds for own in syncs) / num_steps,
+            sync_seconds=sum(syncs) / num_steps,
         )
-
-
-def _is_in_step(operation: Operation) -> bool:
-    return any(PHASE + name in (operation.name, *operation.parents) for name in _STEP_PHASES)
-
-
-def _host_operations(events: Iterable[Any]) -> Iterator[Operation]:
-    for event in events:
-        if _is_host(event) and not event.is_async:
-            yield Operation(event.name, _parents(event), event.self_cpu_time_total / 1e6)
 
 
 def _kernels(events: Iterable[Any]) -> Iterator[Operation]:

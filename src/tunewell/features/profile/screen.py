@@ -5,27 +5,17 @@ from typing import TYPE_CHECKING
 from tunewell.cli.render import folded_table, hanging, one_line, table
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.units import count, percent
-from tunewell.features.profile.bottlenecks import Bottleneck, ProfileResult, covered_share, machine_share, time_by_part
+from tunewell.features.profile.bottlenecks import (
+    PARTS,
+    Bottleneck,
+    ProfileResult,
+    covered_share,
+    machine_share,
+    time_by_part,
+)
 
 if TYPE_CHECKING:
     from tunewell.features.profile.records import Profile
-
-_LABELS = {
-    "matmul": "matrix products",
-    "head": "head and loss",
-    "data": "reading documents",
-    "host": "Python, between operations",
-    "idle": "GPU idle, waiting for the host",
-    "wait": "waiting for the GPU",
-    "log": "logging and health checks",
-    "evaluation": "evaluations",
-    "checkpoint": "checkpoints",
-    "compute": "forward and backward",
-    "launch": "launching kernels",
-    "reduce": "all-reduce",
-    "copy": "copies",
-    "other": "other",
-}
 
 
 def profile_screen(result: ProfileResult) -> str:
@@ -49,7 +39,7 @@ def _parts_table(profile: "Profile") -> str:
     parts = sorted(time_by_part(profile).items(), key=lambda part: (part[0] == "other", -part[1]))
     total = profile.total_seconds
     rows = [
-        [_LABELS.get(name, name), _milliseconds(seconds), percent(seconds / total)]
+        [PARTS[name][0] if name in PARTS else name, _milliseconds(seconds), percent(seconds / total)]
         for name, seconds in parts
         if seconds >= 0.0005 * total
     ]

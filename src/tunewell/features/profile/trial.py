@@ -21,12 +21,13 @@ from tunewell.core.progress import Progress
 from tunewell.data.batches import MicroBatch, Numbers, TokenizedDocuments, make_batch, micro_batches
 from tunewell.data.read_ahead import ReadAhead
 from tunewell.features.profile.ceilings import measure_ceilings, synchronize
-from tunewell.features.profile.finished import make_profile, mean_phases
+from tunewell.features.profile.finished import make_profile, mean_phases, rare_work
 from tunewell.features.profile.kernels import KernelTrace
 from tunewell.features.profile.processor import ProcessorWait
 from tunewell.features.profile.records import Profile, Rare, ReadTimes, TriedSetting
 from tunewell.machine.device import useful_threads
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
+from tunewell.models.load import DTYPES
 from tunewell.records.plan import Plan
 from tunewell.training.compile import Compiler, decoder_layers
 from tunewell.training.events import Evaluated, Event, Listener, StepTaken
@@ -42,7 +43,6 @@ _TRIAL_SECONDS = 1.0
 """Upper limit of the time of one forward and backward pass in a trial; fewer documents are used if it is longer."""
 _MICRO_BATCHES = {"cpu": (512, 1024, 2048, 4096), "mps": (2048, 4096, 8192), "cuda": (4096, 8192, 16_384, 32_768)}
 _MIN_DATA_SHARE = 0.05
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIN_SLOWED = 0.1
 _NEVER = 1 << 40
 
@@ -81,6 +81,26 @@ class _Counter:
             self.trace_seconds += time.perf_counter()
         self.forward(event)
 
+    def rare(self, plan: Plan, totals: dict[str, float], *, waited: float) -> dict[str, Rare | None]:
+        """Return the work that was done once in many steps, from the seconds of each phase."""
+        answers, every = totals.get("answers", 0.0), plan.evaluate_every.value
+        evaluation = rare_work(
+            totals.get("evaluate", 0.0) + answers,
+            self.num_evaluations,
+            number=1 + ceil(plan.num_steps.value / every),  # one before the first step
+            every=every,
+            answers_seconds=answers / max(1, self.num_evaluations),
+        )
+        every = plan.save_every.value
+        checkpoint = rare_work(
+            totals.get("save", 0.0),
+            self.num_saves,
+            number=ceil(plan.num_steps.value / every),
+            every=every,
+            queue_seconds=waited if self.saves_measured > 1 else 0.0,
+        )
+        return {"evaluation": evaluation, "checkpoint": checkpoint}
+
 
 def profile_steps(
     run: Run, num_steps: int, *, device_label: str, copy: Callable[[], Any], keeps_waits: bool = False
@@ -118,13 +138,12 @@ def profile_steps(
         device=device_label,
         is_gpu=learner.device.type != "cpu",
         compile="on" if is_compiled else plan.compile.value,
-        evaluation=_evaluation(plan, totals, counter.num_evaluations),
-        checkpoint=_checkpoint(plan, totals, phases, counter),
+        **counter.rare(plan, totals, waited=phases.get("save_wait", 0.0)),
         # On CUDA, a step is logged when the next one is launched: the first traced step was launched before the trace.
         kernels=counter.trace.read(_TRACED - (learner.device.type == "cuda"), wall_seconds=counter.trace_seconds),
         useful_flop=useful_flop(learner.model, trials.batches) * per_step,
         optimizer_bytes=_optimizer_bytes(run),
-        ceilings=measure_ceilings(learner.device, _DTYPES[plan.precision.value]),
+        ceilings=measure_ceilings(learner.device, DTYPES[plan.precision.value]),
         compute_seconds=trials.present_seconds and trials.present_seconds * per_step,
         trials=tried,
         settings={
@@ -134,10 +153,13 @@ def profile_steps(
             "corpus": run.config.corpus,
         },
     )
-    reading = ReadTimes()
+    found: dict[str, Any] = {}
     if phases.get("data", 0.0) > _MIN_DATA_SHARE * profile.seconds:
-        reading = _measure_reading(run, documents, copy)
-    return profile.model_copy(update={"reading": reading, "notes": _notes(profile.seconds, phases.get(PROCESSOR, 0.0))})
+        found["reading"] = _measure_reading(run, documents, copy)
+    if (slowed := phases.get(PROCESSOR, 0.0)) >= _MIN_SLOWED * profile.seconds:
+        times = f"{(profile.seconds + slowed) / profile.seconds:.1f} times as long"
+        found["notes"] = [f"other programs use the processor: a step took {times}; their time is left out"]
+    return profile.model_copy(update=found)
 
 
 def _take_steps(run: Run, num_measured: int, num_steps: int, *, compile: str) -> TrialSteps:
@@ -157,33 +179,6 @@ def _warm_up(run: Run, take: Callable[..., TrialSteps]) -> bool:
     for event in steps.taken:
         compiler.on_step(run.learner, event)
     return compiler.is_due(run.learner, step=run.progress.step)
-
-
-def _evaluation(plan: Plan, totals: dict[str, float], number_measured: int) -> Rare | None:
-    if not number_measured:
-        return None
-    answers = totals.get("answers", 0.0) / number_measured
-    every = plan.evaluate_every.value
-    return Rare(
-        seconds=totals.get("evaluate", 0.0) / number_measured + answers,
-        number=1 + ceil(plan.num_steps.value / every),  # one before the first step
-        every=every,
-        number_measured=number_measured,
-        answers_seconds=answers,
-    )
-
-
-def _checkpoint(plan: Plan, totals: dict[str, float], phases: dict[str, float], counter: _Counter) -> Rare | None:
-    if not counter.num_saves:
-        return None
-    every = plan.save_every.value
-    return Rare(
-        seconds=totals.get("save", 0.0) / counter.num_saves,
-        number=ceil(plan.num_steps.value / every),
-        every=every,
-        number_measured=counter.num_saves,
-        queue_seconds=phases.get("save_wait", 0.0) if counter.saves_measured > 1 else 0.0,
-    )
 
 
 def _optimizer_bytes(run: Run) -> float | None:
@@ -219,13 +214,6 @@ def _num_products(linear: Any) -> int:
     return 3 if weight is not None and weight.requires_grad else 2
 
 
-def _notes(seconds: float, slowed: float) -> list[str]:
-    if slowed < _MIN_SLOWED * seconds:
-        return []
-    times = (seconds + slowed) / seconds
-    return [f"other programs use the processor: a step took {times:.1f} times as long; their time is left out"]
-
-
 _Variant = tuple[str, int | str, list[MicroBatch], Callable[[], AbstractContextManager[None]]]
 """A key, another value, the micro-batches, and the setting during which they are computed."""
 
@@ -235,7 +223,7 @@ class _Trials:
 
     def __init__(self, run: Run, documents: Numbers, *, is_compiled: bool) -> None:
         self._run, self._learner, self._is_compiled = run, run.learner, is_compiled
-        self._present = run.healing.limits.cap(run.plan.micro_batch_tokens.value)
+        self._present = run.micro_batch_tokens
         self._documents = documents
         self.batches = self._make(self._present)
         # Uncompiled passes may not fit in the memory that compiled ones need.
@@ -254,26 +242,24 @@ class _Trials:
         present: list[float] = []
         for turn in range(_ROUNDS):
             present.append(self._compute(self.batches))
-            for number, (key, value, batches, setting) in enumerate(variants):
-                if len(times[number]) < turn:
+            for (key, value, batches, setting), own in zip(variants, times, strict=True):
+                if len(own) < turn:
                     continue
                 listener(Progress(f"trying `{key}: {value}`", turn + 1, _ROUNDS))
                 try:
                     with setting():
-                        times[number].append(self._compute(batches))
+                        own.append(self._compute(batches))
                 except (RuntimeError, MemoryError, OutOfMemory) as error:
                     if not is_out_of_memory(error):
                         raise
                     self._learner.drop_gradients()
                     free_memory(error)
-        usual = statistics.median(present)
-        measured = [
-            TriedSetting(key=key, value=value, seconds=statistics.median(found), present_seconds=usual)
-            for (key, value, _, _), found in zip(variants, times, strict=True)
-            if len(found) == _ROUNDS
+        self.present_seconds = usual = statistics.median(present)
+        return [
+            TriedSetting(key=key, value=value, seconds=statistics.median(own), present_seconds=usual)
+            for (key, value, *_), own in zip(variants, times, strict=True)
+            if len(own) == _ROUNDS
         ]
-        self.present_seconds = usual
-        return measured
 
     def _make(self, budget: int) -> list[MicroBatch]:
         groups = micro_batches(self._documents, self._run.order.lengths, budget)

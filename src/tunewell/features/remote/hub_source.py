@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -23,6 +23,7 @@ from tunewell.data.sources.local import select_row_files
 from tunewell.features.remote.address import Address, compile_pattern
 from tunewell.features.remote.cache import ObjectCache, cache_key
 from tunewell.features.remote.store import RemoteObject
+from tunewell.model_files.checks import hub_cache
 from tunewell.model_files.files import hub_is_out_of_reach
 
 _ADDRESS = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?")
@@ -169,9 +170,7 @@ def _known_files(name: str, commit: str, cache: ObjectCache, *, is_offline: bool
 
 
 def _cache_folder(name: str) -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"
+    return hub_cache() / f"datasets--{name.replace('/', '--')}"
 
 
 def _cached_commit(name: str, revision: str) -> str | None:
@@ -241,40 +240,34 @@ def _card_configs(repository: _Repository) -> list[dict[str, Any]]:
         return []
     try:
         text = read_text(repository.fetch(_CARD), errors="replace")
-        head = text.split("---", 2)[1] if text.startswith("---") else ""
-        configs = cast(dict[str, Any], yaml.safe_load(head) or {}).get("configs")
-    except (UserError, OSError, IndexError, yaml.YAMLError, AttributeError):
+        configs: Any = yaml.safe_load(text.split("---", 2)[1] if text.startswith("---") else "")["configs"]
+        return [entry for entry in configs if "data_files" in entry]
+    except (UserError, OSError, LookupError, TypeError, yaml.YAMLError):
         return []
-    found = cast(list[Any], configs) if isinstance(configs, list) else []
-    return [cast(dict[str, Any], entry) for entry in found if isinstance(entry, dict) and "data_files" in entry]
 
 
 def _patterns_of(name: str, configs: list[dict[str, Any]], wanted: str | None) -> dict[str, list[str]]:
     """Return the patterns of the files of each split of one configuration."""
     names = [str(entry.get("config_name", "default")) for entry in configs]
-    default = next((index for index, entry in enumerate(configs) if entry.get("default")), None)
-    if wanted is None and default is None:
-        if "default" in names:
-            default = names.index("default")
-        elif len(names) == 1:
-            default = 0
-        else:
-            raise UserError(
-                f"the data set `{name}` has several configurations: {', '.join(names[:_NUM_NAMED])}",
-                fix="choose one with the key `config` of the source",
-            )
-    if wanted is not None and wanted not in names:
-        raise _unknown("config", wanted, names, name)
-    entry = configs[names.index(wanted) if wanted is not None else cast(int, default)]
+    defaults = [name for name, entry in zip(names, configs, strict=True) if entry.get("default")]
+    defaults += ["default"] if "default" in names else names if len(names) == 1 else []
+    chosen = next(iter(defaults), None) if wanted is None else wanted
+    if chosen is None:
+        raise UserError(
+            f"the data set `{name}` has several configurations: {', '.join(names[:_NUM_NAMED])}",
+            fix="choose one with the key `config` of the source",
+        )
+    if chosen not in names:
+        raise _unknown("config", chosen, names, name)
+    entry = configs[names.index(chosen)]
     stored: Any = entry["data_files"]
     folder = f"{str(entry['data_dir']).strip('/')}/" if entry.get("data_dir") else ""
-    if isinstance(stored, str) or (isinstance(stored, list) and all(isinstance(one, str) for one in cast(Any, stored))):
+    if all(isinstance(one, str) for one in stored):  # a path, or several
         stored = [{"split": "train", "path": stored}]
     patterns: dict[str, list[str]] = {}
-    for one in cast(list[dict[str, Any]], stored):
-        paths: Any = one["path"]
-        own = [paths] if isinstance(paths, str) else list(paths)
-        patterns.setdefault(str(one["split"]), []).extend(f"{folder}{path}" for path in own)
+    for one in stored:
+        paths: Any = [one["path"]] if isinstance(one["path"], str) else one["path"]
+        patterns.setdefault(str(one["split"]), []).extend(f"{folder}{path}" for path in paths)
     return patterns
 
 
@@ -304,32 +297,27 @@ def _explained(name: str, revision: str) -> Generator[None]:
     )
 
     sign_in = "set the variable HF_TOKEN, or run `hf auth login`"
+    problems: dict[type[Exception], tuple[str, str]] = {
+        GatedRepoError: (f"the data set `{name}` is gated", f"accept its terms on its page, then {sign_in}"),
+        RevisionNotFoundError: (f"the data set `{name}` has no revision `{revision}`", "name a branch, tag or commit"),
+        RepositoryNotFoundError: (
+            f"there is no data set `{name}` on the hub, or it is private",
+            f"check the name; for a private one, {sign_in}",
+        ),
+        HFValidationError: (f"`{name}` is not the name of a data set", "check it; the hub allows no `--`"),
+        LocalEntryNotFoundError: (
+            f"a file of `{name}` is not in the hub's cache and cannot be downloaded",
+            "check your network, or run the command once without `--offline`",
+        ),
+    }
     try:
         yield
-    except GatedRepoError:
-        raise UserError(
-            f"the data set `{name}` is gated", fix=f"accept its terms on its page, then {sign_in}"
-        ) from None
-    except RevisionNotFoundError:
-        raise UserError(
-            f"the data set `{name}` has no revision `{revision}`", fix="name a branch, tag or commit"
-        ) from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"there is no data set `{name}` on the hub, or it is private",
-            fix=f"check the name; for a private one, {sign_in}",
-        ) from None
-    except HFValidationError:
-        raise UserError(f"`{name}` is not the name of a data set", fix="check it; the hub allows no `--`") from None
-    except LocalEntryNotFoundError:
-        raise UserError(
-            f"a file of `{name}` is not in the hub's cache and cannot be downloaded",
-            fix="check your network, or run the command once without `--offline`",
-        ) from None
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         text = f"status {status}" if status else type(error).__name__
-        raise UserError(f"the data set `{name}` cannot be read from the hub: {text}", fix="try again later") from None
+        other = (f"the data set `{name}` cannot be read from the hub: {text}", "try again later")
+        what, fix = next((found for kind, found in problems.items() if isinstance(error, kind)), other)
+        raise UserError(what, fix=fix) from None
 
 
 @contextmanager

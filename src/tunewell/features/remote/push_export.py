@@ -53,8 +53,8 @@ def collect(place: Path) -> PushContent:
 
 
 def _export_content(folder: Path, run: Path | None) -> PushContent:
-    proof, parity = read_proof(folder), _read_parity(folder)
-    if parity is None or not parity.is_ok:
+    proof = read_proof(folder)
+    if not (folder / PARITY).is_file() or not read_record(folder / PARITY, Parity).is_ok:
         raise UserError(f"the export `{folder}` is not verified", fix=f"run `tunewell verify {folder}`")
     expected = {**proof.sha256s, **{name: sha for own in proof.artefacts for name, sha in own.sha256s.items()}}
     for name, sha256 in expected.items():
@@ -79,7 +79,3 @@ def _export_content(folder: Path, run: Path | None) -> PushContent:
     if unknown:
         content.notes.append(f"not pushed, because the export did not write it: {', '.join(unknown)}")
     return content
-
-
-def _read_parity(folder: Path) -> Parity | None:
-    return read_record(folder / PARITY, Parity) if (folder / PARITY).is_file() else None

@@ -5,6 +5,7 @@ like a local one, while the next ones are downloaded.
 """
 
 from dataclasses import dataclass, field
+from operator import eq
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -121,24 +122,20 @@ def _list_pattern(store: RemoteStore, address: Address) -> list[RemoteObject]:
 
 
 def _row_files(store: RemoteStore, prefix: Address, listed: list[RemoteObject]) -> list[RemoteObject]:
-    hidden = [entry for entry in listed if "/." in f"/{entry.address.key}"]
-    found = [entry for entry in listed if entry not in hidden and detect_format(entry.address.key)[0]]
+    visible = [entry for entry in listed if "/." not in f"/{entry.address.key}"]
+    found = [entry for entry in visible if detect_format(entry.address.key)[0]]
     if found:
         return _select(found)
     if listed:
         raise UserError(f"the prefix `{prefix}` contains no readable object", fix=f"put files there: {READABLE}")
     above = prefix.with_key(prefix.key.rpartition("/")[0])
     beside = [entry.address.key for entry in store.list(above)] if prefix.key else []
-    keys = sorted(beside, key=lambda key: -_num_shared(key, prefix.key))[:3]
+    keys = sorted(beside, key=lambda key: -sum(map(eq, key, prefix.key)))[:3]
     raise UserError(
         f"there is no object and no prefix `{prefix}`" if prefix.key else f"the bucket `{prefix.bucket}` is empty",
         where=store.access.shown_endpoint,
         fix=did_you_mean([str(prefix.with_key(key)) for key in keys], "check the address"),
     )
-
-
-def _num_shared(key: str, wanted: str) -> int:
-    return sum(one == other for one, other in zip(key, wanted, strict=False))
 
 
 def _select(found: list[RemoteObject]) -> list[RemoteObject]:

@@ -10,7 +10,7 @@ from tunewell.data.reading_prompt import NOT_FOUND, Passage, fit, is_refusal, re
 from tunewell.data.rows.conversation import Message
 from tunewell.features.retrieval.reading import best_sentence, check_claims
 from tunewell.features.retrieval.search import Found, Retriever, find_names, open_retriever
-from tunewell.inference.passages import IndexAnswer, Source
+from tunewell.inference.passages import IndexAnswer, SourcePassage
 
 _FOLLOW_UP_WORDS = 4
 _CONJUNCTION = re.compile(r"(?:and|or|but|und|oder|aber|et|ou|y|e|och|og|en|и|а)\b", re.IGNORECASE)
@@ -158,21 +158,16 @@ def source_rows(found: Sequence[Found]) -> list[dict[str, Any]]:
     ]
 
 
-def _sources(found: Sequence[Found], answer: IndexAnswer) -> list[Source]:
+def _sources(found: Sequence[Found], answer: IndexAnswer) -> list[SourcePassage]:
     passages: list[Passage] = [one.passage for one in found]
     claims = check_claims(answer.answer, passages)
     answer.warnings += [f"[{number}] is not one of the {count(len(found))} sources" for number in claims.unknown]
     answer.warnings += [f"the quote “{quote}” is in no source" for quote in claims.false_quotes]
     return [
-        Source(
-            number,
-            one.passage.file,
-            one.passage.path,
-            one.passage.where,
-            one.passage.text,
-            one.score,
-            number in claims.cited,
-            best_sentence(one.passage, answer.answer, answer.question),
+        SourcePassage(
+            **row,
+            is_cited=row["number"] in claims.cited,
+            quote=best_sentence(passage, answer.answer, answer.question),
         )
-        for number, one in enumerate(found, 1)
+        for row, passage in zip(source_rows(found), passages, strict=True)
     ]

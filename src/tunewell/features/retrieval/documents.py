@@ -118,7 +118,8 @@ def _files_in(folder: Path, ledger: DocumentLedger) -> Iterator[Path]:
         for name in list(folders):
             path = Path(parent, name)
             is_hidden = name.startswith(".")
-            if is_hidden or path.is_symlink() or _is_index(path):
+            # The passages of an index, complete or not, are copies of documents.
+            if is_hidden or path.is_symlink() or any(path.glob("data-*/keys.bin")):
                 folders.remove(name)
                 ledger.skip(path.as_posix(), "hidden" if is_hidden else "link" if path.is_symlink() else "index")
         folders.sort()
@@ -137,11 +138,6 @@ def _stays_in(root: Path, link: Path) -> bool:
         return link.resolve(strict=True).is_relative_to(root)
     except (OSError, RuntimeError):  # it leads nowhere, or in a circle
         return False
-
-
-def _is_index(folder: Path) -> bool:
-    """Return whether a folder is an index, complete or not: its passages are copies of documents."""
-    return any(folder.glob("data-*/keys.bin"))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.question_rows import read_questions
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.passages import key_finder
 from tunewell.features.retrieval.embedders.base import open_embedder
 from tunewell.features.retrieval.indexing import BuiltIndex, build_index
@@ -16,6 +15,7 @@ from tunewell.features.retrieval.open_book import OpenBookRows, locate_questions
 from tunewell.features.retrieval.search import Retriever
 from tunewell.features.retrieval.stores.base import open_store, shown_address
 from tunewell.features.retrieval.tuning import tune
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ folder as they are computed, so that an interrupted run goes on where it stopped
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,7 +65,6 @@ class BuiltIndex:
     manifest: IndexManifest
     notes: list[str] = field(default_factory=list[str])
     seconds: float = 0.0
-    embedding_seconds: float = 0.0
 
 
 def build_index(
@@ -102,13 +102,13 @@ def build_index(
                     fix="scanned documents need OCR first; damaged ones must be saved again",
                 )
             chosen_language = _language(language, spool)
-            embedded, seconds = _embed(spool, work, embedder, reused, progress)
+            embedded = _embed(spool, work, embedder, reused, progress)
         if old is not None:
             old.close()
         manifest = IndexManifest(
             made_by=made_by(),
             created=datetime.now().astimezone().isoformat("T", "seconds"),
-            embedder=_record(embedder),
+            embedder=EmbedderRecord(**{name: getattr(embedder, name) for name in EmbedderRecord.model_fields}),
             language=chosen_language,
             counts=DocumentCounts(
                 files=ledger.num_files,
@@ -126,7 +126,7 @@ def build_index(
         )
         manifest = store.write(address, spool, manifest, progress=progress)
         shutil.rmtree(work, ignore_errors=True)
-    return BuiltIndex(manifest, [*notes, *ledger.notes], time.perf_counter() - began, seconds)
+    return BuiltIndex(manifest, [*notes, *ledger.notes], time.perf_counter() - began)
 
 
 def _open_old(store: type[Store], address: str, embedder: Embedder) -> tuple[Store | None, list[str]]:
@@ -156,22 +156,13 @@ def _default_settings(embedder: Embedder) -> SearchSettings:
     return _SETTINGS.model_copy(update={"refusal": refusal})
 
 
-def _record(embedder: Embedder) -> EmbedderRecord:
-    return EmbedderRecord(
-        name=embedder.name, sha256=embedder.sha256, dimension=embedder.dimension, max_tokens=embedder.max_tokens
-    )
-
-
 def _work_folder(address: str) -> Path:
-    if "://" in address:
-        folder = cache_folder("index")
-        if folder is None:
-            raise UserError(
-                "the cache folder cannot be written", fix="set TUNEWELL_CACHE to a folder that can be written"
-            )
-        folder = folder / sha256_text(shown_address(address))[:16]
-    else:
+    if "://" not in address:
         folder = Path(address).expanduser() / ".work"
+    elif (cache := cache_folder("index")) is not None:
+        folder = cache / sha256_text(shown_address(address))[:16]
+    else:
+        raise UserError("the cache folder cannot be written", fix="set TUNEWELL_CACHE to a folder that can be written")
     make_private(folder.parent)
     make_private(folder)
     return folder
@@ -260,44 +251,26 @@ def _language(language: str, spool: Spool) -> Chosen[str]:
     return Chosen[str](value=found, because=because)
 
 
-def _embed(
-    spool: Spool, work: Path, embedder: Embedder, old: Store | None, progress: ProgressListener
-) -> tuple[int, float]:
-    """Fill `spool.vectors`. Return the number of passages that had to be embedded, and the seconds it took."""
-    began = time.perf_counter()
+def _embed(spool: Spool, work: Path, embedder: Embedder, old: Store | None, progress: ProgressListener) -> int:
+    """Fill `spool.vectors`. Return the number of passages that had to be embedded."""
     stored = ComputedVectors(work, embedder)
     known = old.keys() if old is not None else {}
     path = work / "vectors.npy"
     path.unlink(missing_ok=True)  # numpy would write through a link
     spool.vectors = np.lib.format.open_memmap(path, "w+", np.float32, (len(spool), embedder.dimension))
     _reserve(path)
-    missing = [key for key in spool.keys if key not in known and key not in stored.numbers]
-    done, waiting = len(stored.numbers), list[tuple[bytes, str]]()
-    total = len(missing) + done
+    missing = {key for key in spool.keys if key not in known and key not in stored.numbers}
+    total = len(missing) + len(stored.numbers)
 
-    def flush() -> None:
-        nonlocal done
-        keys = [key for key, _ in waiting]
-
-        def on_batch(indices: list[int], computed: np.ndarray) -> None:
-            nonlocal done
-            stored.append([keys[index] for index in indices], computed)
-            done += len(indices)
-            progress(Progress("embedding passages", done, total, "passages"))
-
-        embedder.embed([text for _, text in waiting], on_batch=on_batch)
-        waiting.clear()
+    def report() -> None:
+        progress(Progress("embedding passages", len(stored.numbers), total, "passages"))
 
     if missing:
-        progress(Progress("embedding passages", done, total, "passages"))
-        wanted = set(missing)
-        for passage, key in zip(spool.passages(), spool.keys, strict=True):
-            if key in wanted:
-                waiting.append((key, passage.searched))
-            if len(waiting) == _BLOCK:
-                flush()
-        if waiting:
-            flush()
+        report()
+        keyed = zip(spool.keys, spool.passages(), strict=True)
+        waiting = ((key, passage.searched) for key, passage in keyed if key in missing)
+        while block := list(islice(waiting, _BLOCK)):
+            stored.compute(block, embedder, report)
     computed = stored.vectors()
     for start in range(0, len(spool), _BLOCK):
         keys = spool.keys[start : start + _BLOCK]
@@ -307,7 +280,7 @@ def _embed(
             rows[is_known] = old.vectors([known[key] for key in keys if key in known])
         rows[~is_known] = computed[[stored.numbers[key] for key in keys if key not in known]]
     spool.vectors.flush()
-    return len(missing), time.perf_counter() - began
+    return len(missing)
 
 
 def _reserve(path: Path) -> None:
@@ -333,6 +306,16 @@ class ComputedVectors:
                 file.truncate(number * size)
         keys = self._keys.read_bytes()
         self.numbers = {keys[32 * place : 32 * place + 32]: place for place in range(number)}
+
+    def compute(self, block: list[tuple[bytes, str]], embedder: Embedder, report: Callable[[], None]) -> None:
+        """Embed texts, given with their hashes, and append their vectors."""
+        keys, texts = zip(*block, strict=True)
+
+        def on_batch(indices: list[int], computed: np.ndarray) -> None:
+            self.append([keys[index] for index in indices], computed)
+            report()
+
+        embedder.embed(list(texts), on_batch=on_batch)
 
     def append(self, keys: list[bytes], vectors: np.ndarray) -> None:
         """Append vectors. The keys are written last: a vector without a key is cut off by the next run."""

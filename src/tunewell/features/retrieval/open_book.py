@@ -23,9 +23,9 @@ from tunewell.core.files import make_private, sha256_text, write_atomic
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.reading_prompt import NOT_FOUND, Passage, reading_prompt
-from tunewell.evaluation.answer_keys import AnswerKey
 from tunewell.evaluation.passages import HasAnswer, key_finder
 from tunewell.features.retrieval.search import Retriever
+from tunewell.scoring.answer_keys import AnswerKey
 
 UNANSWERABLE_SHARE = 0.25
 """The share of rows without the answering passage. Their reply is the refusal."""
@@ -113,7 +113,12 @@ def open_book_rows(
         num_without_answer=num_asked - len(known) - sum(one is not None for one in test),
         num_seen_documents=sum(one.answer.file not in held_out for one in asked) if test else 0,
     )
-    trained = [_without_documents(one, held_out) for one in known if one.answer.file not in held_out]
+    # The model must not see held-out documents in training.
+    trained = [
+        replace(one, misses=[passage for passage in one.misses if passage.file not in held_out])
+        for one in known
+        if one.answer.file not in held_out
+    ]
     answers = {one.key.text for one in trained}
     for place, one in enumerate(trained):
         for copy in range(num_copies):
@@ -134,11 +139,6 @@ def write_rows(folder: Path, rows: OpenBookRows) -> None:
     make_private(folder)
     for name, part in (("train", rows.train), ("held_out", rows.held_out)):
         write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part))
-
-
-def _without_documents(one: LocatedQuestion, held_out: Collection[str]) -> LocatedQuestion:
-    """Return the question without near misses of held-out documents, which the model must not see in training."""
-    return replace(one, misses=[passage for passage in one.misses if passage.file not in held_out])
 
 
 def _with_other_answer(one: LocatedQuestion, others: Sequence[str], chance: random.Random) -> LocatedQuestion:

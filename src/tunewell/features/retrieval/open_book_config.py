@@ -14,9 +14,9 @@ from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.question_rows import Question, read_questions
 from tunewell.data.sources.base import find_files
-from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
 from tunewell.features.retrieval.open_book import NUM_COPIES, locate_questions, open_book_rows, write_rows
 from tunewell.features.retrieval.search import Retriever, open_retriever
+from tunewell.scoring.answer_keys import ReferenceRow, answer_keys
 
 _VERSION = "1"
 """Increase it when a code change gives other rows for the same questions and index."""

@@ -5,8 +5,9 @@ about one college mentions the college's name in its title, and not in every sec
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from tunewell.data.reading_prompt import Passage
 from tunewell.features.retrieval.documents import SourceDocument
@@ -20,6 +21,7 @@ _MIN_TEXT_TOKENS = 32
 """Space for text that remains below a long heading path."""
 _SENTENCE = re.compile(r"(?<=[.!?。！？])[\"'”’)\]]*\s+|(?<=[。！？])")
 
+T = TypeVar("T")
 TokenCounter = Callable[[list[str]], list[int]]
 """Return the number of tokens of each text, without special tokens."""
 
@@ -85,17 +87,23 @@ def _halves(passage: Passage, size: int, count_tokens: TokenCounter, max_tokens:
 
 def _groups(blocks: list[TextBlock], count_tokens: TokenCounter, space: int) -> Iterator[list[TextBlock]]:
     """Yield runs of consecutive blocks that fit together. A block that is too long is split first."""
-    group: list[TextBlock] = []
-    used = 0
     pieces = [piece for block in blocks for piece in _pieces(block, count_tokens, space)]
     sizes = count_tokens([piece.text for piece in pieces])
-    for piece, size in zip(pieces, sizes, strict=True):
-        # Rows of tables and JSON lines are records of their own; pages of a PDF are named in the sources.
-        is_apart = bool(group) and (_is_row(piece) or piece.page != group[0].page)
-        if group and (is_apart or used + size > space):
+    # Rows of tables and JSON lines are records of their own; pages of a PDF are named in the sources.
+    return _packed(pieces, sizes, space, is_apart=lambda one, last: _is_row(one) or one.page != last.page)
+
+
+def _packed(
+    items: Iterable[T], sizes: Iterable[int], space: int, is_apart: Callable[[T, T], bool] = lambda one, last: False
+) -> Iterator[list[T]]:
+    """Yield runs of consecutive items that fit together. An item that `is_apart` from the one before begins a run."""
+    group: list[T] = []
+    used = 0
+    for item, size in zip(items, sizes, strict=True):
+        if group and (used + size > space or is_apart(item, group[-1])):
             yield group
             group, used = [], 0
-        group.append(piece)
+        group.append(item)
         used += size
     if group:
         yield group
@@ -113,21 +121,19 @@ def _pieces(block: TextBlock, count_tokens: TokenCounter, space: int) -> Iterato
     header = block.header if block.header and count_tokens([block.header])[0] < space // 2 else ""
     units, joint = _units(block, len(header.split("\n")) if header else 0)
     room = space - (count_tokens([header + "\n"])[0] if header else 0)
-    sizes = _sizes([text for text, _ in units], count_tokens, room)
-    taken: list[tuple[str, tuple[int, int] | None]] = []
-    used = 0
-    for unit, size in zip(units, sizes, strict=True):
-        if taken and used + size > room:
-            yield _joined(block, taken, joint, header)
-            taken, used = [], 0
-        if size > room:
-            for words in _word_groups(unit[0], count_tokens, room):
-                yield _joined(block, [(words, unit[1])], joint, header)
-            continue
-        taken.append(unit)
-        used += size
-    if taken:
-        yield _joined(block, taken, joint, header)
+    sizes = _sizes([unit.text for unit in units], count_tokens, room)
+    for group in _packed(zip(units, sizes, strict=True), sizes, room, lambda one, last: last[1] > room):
+        lines = [line for unit, _ in group for line in unit.lines or ()]
+        texts = [joint.join(unit.text for unit, _ in group)]
+        if group[0][1] > room:
+            texts = list(_word_groups(texts[0], count_tokens, room))
+        for text in texts:
+            yield replace(
+                block,
+                text=f"{header}\n{text}" if header else text,
+                lines=(min(lines), max(lines)) if lines else None,
+                header=header,
+            )
 
 
 def _sizes(texts: list[str], count_tokens: TokenCounter, space: int) -> list[int]:
@@ -137,30 +143,24 @@ def _sizes(texts: list[str], count_tokens: TokenCounter, space: int) -> list[int
     return [space + 1 if too_long else next(counted) for too_long in is_long]
 
 
-def _units(block: TextBlock, skipped: int) -> tuple[list[tuple[str, tuple[int, int] | None]], str]:
+def _units(block: TextBlock, skipped: int) -> tuple[list[TextBlock], str]:
     """Return the lines or sentences of a block after its first lines, and what joins them."""
     lines = block.text.split("\n")
-    if block.kind != "text" and len(lines) > 1:
-        first = block.lines[0] if block.lines else None
-        spans = [(first + number, first + number) if first else None for number in range(len(lines))]
-        return list(zip(lines[skipped:], spans[skipped:], strict=True)), "\n"
-    sentences = [part for part in _SENTENCE.split(block.text) if part and part.strip()]
-    return [(sentence, block.lines) for sentence in sentences], " "
-
-
-def _joined(block: TextBlock, units: list[tuple[str, tuple[int, int] | None]], joint: str, header: str) -> TextBlock:
-    spans = [line for _, span in units if span for line in span]
-    text = joint.join(text for text, _ in units)
-    lines = (min(spans), max(spans)) if spans else None
-    return TextBlock(block.kind, f"{header}\n{text}" if header else text, lines=lines, page=block.page, header=header)
+    if block.kind == "text" or len(lines) < 2:
+        sentences = [part for part in _SENTENCE.split(block.text) if part and part.strip()]
+        return [replace(block, text=sentence) for sentence in sentences], " "
+    units = [
+        replace(block, text=line, lines=(number, number) if block.lines else None)
+        for number, line in enumerate(lines, (block.lines or (0,))[0])
+    ]
+    return units[skipped:], "\n"
 
 
 def _word_groups(text: str, count_tokens: TokenCounter, space: int) -> Iterator[str]:
     """Yield parts of a text without sentence ends that fit; a word that is too long is cut."""
     words = [part for word in text.split() for part in (word[i : i + 200] for i in range(0, len(word), 200))]
-    sizes = count_tokens(words)
     start, used = 0, 0
-    for index, size in enumerate(sizes):
+    for index, size in enumerate(count_tokens(words)):
         if index > start and used + size > space:
             yield " ".join(words[start:index])
             start, used = index, 0

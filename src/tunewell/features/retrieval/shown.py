@@ -7,6 +7,7 @@ question 2   found: [b] [c]        removed: none             no passage contains
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tunewell.core.progress import Progress, ProgressListener, silent
@@ -60,33 +61,15 @@ class SearchableIndex:
     def __init__(self, address: str) -> None:
         """Open the index at an address; raise UserError if there is none."""
         self.address = shown_address(address)
-        self._retriever = open_retriever(address)
-
-    @property
-    def notes(self) -> list[str]:
+        retriever = open_retriever(address)
+        manifest = retriever.store.manifest
+        self.notes = list(retriever.notes)
         """What the user must know about the index."""
-        return list(self._retriever.notes)
-
-    @property
-    def seconds(self) -> float | None:
+        self.seconds = manifest.seconds
         """Time to read and embed the documents; None if unknown."""
-        return self._retriever.store.manifest.seconds
-
-    @property
-    def tuned_on(self) -> str | None:
+        self.tuned_on = manifest.settings.questions
         """The file with the questions on which the search settings were chosen, or None."""
-        return self._retriever.store.manifest.settings.questions
-
-    def search_all(
-        self,
-        questions: Sequence[str],
-        has_answer: HasAnswer,
-        *,
-        num_passages: int | None = None,
-        progress: ProgressListener = silent,
-    ) -> SearchedQuestions:
-        """Return the passages for all questions, with and without those that contain the answer."""
-        return search_all(self._retriever, questions, has_answer, num_passages=num_passages, progress=progress)
+        self.search_all = partial(search_all, retriever)
 
 
 def is_index(folder: Path) -> bool:

@@ -191,14 +191,12 @@ class LimitedProtocol(H11Protocol):
         if part is None:
             self._connections.discard(self)
             return
-        self._deadline = self.loop.call_later(SECONDS[part], self._end_late, part)
+        late = f"the {part} of the request was not complete after {SECONDS[part]} seconds"
+        error = ApiError(408, late, code="request_timeout")
+        self._deadline = self.loop.call_later(SECONDS[part], self._refuse, error)
         if before is None:
             self.num_received = 0
             self._connections.add(self)
-
-    def _end_late(self, part: str) -> None:
-        message = f"the {part} of the request was not complete after {SECONDS[part]} seconds"
-        self._refuse(ApiError(408, message, code="request_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error and close the connection."""

@@ -14,6 +14,7 @@ from tunewell.inference.decoder import Decoding
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import StreamDecoder, TokenStream
 
+Finish = Literal["stop", "length"]
 Turns = list[dict[str, str]]
 AddPassages = Callable[[Turns, Callable[[Turns], bool]], tuple[Turns, list[dict[str, Any]], str | None]]
 """Return a conversation with passages in its last question, the sources, and the answer if it is refused."""
@@ -33,7 +34,7 @@ class Prompt:
 class ServedModel:
     """A chat model with its name in the API; prompts are encoded as in training, answers end at the stop token."""
 
-    def __init__(self, model: ChatModel, name: str, *, add_passages: "AddPassages | None" = None) -> None:
+    def __init__(self, model: ChatModel, name: str, *, add_passages: AddPassages | None = None) -> None:
         """Wrap a model; raise UserError if it has no chat template. `add_passages` adds passages to questions."""
         if model.masker is None:
             raise UserError(
@@ -46,7 +47,7 @@ class ServedModel:
         self._model = model
         self._add_passages = add_passages
 
-    def encode(self, messages: list[dict[str, str]], max_new_tokens: int) -> "Prompt":
+    def encode(self, messages: list[dict[str, str]], max_new_tokens: int) -> Prompt:
         """Return a prompt; raise UserError if the chat template rejects the messages or no passage fits."""
         if self._add_passages is None:
             return Prompt(self._ids(messages))
@@ -83,7 +84,7 @@ class QueuedAnswer:
         self._job: asyncio.Future[None] | None = None
 
     @property
-    def finish_reason(self) -> Literal["stop", "length"]:
+    def finish_reason(self) -> Finish:
         """Whether the answer ended at a stop token or stop string, or at the token limit."""
         return "stop" if self._is_stopped or self.num_tokens < self._max_new_tokens else "length"
 

@@ -1,6 +1,7 @@
 """Parse a chat completion request; unsupported parameters are rejected, never ignored."""
 
 import secrets
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -38,24 +39,7 @@ _MAX_STOPS = 4
 _MIN_TEMPERATURE = 1e-4
 """Lower temperatures are replaced by greedy decoding, because dividing logits by them would overflow."""
 
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "store": (False,),
-    "metadata": ({},),
-    "service_tier": ("auto", "default"),
-}
+_NEUTRAL_VALUES: dict[str, list[Any]] = orjson.loads(Path(__file__).with_name("neutral_values.json").read_bytes())
 """Unsupported parameters that clients send anyway, with the values that have no effect."""
 _CALLER_PARAMETERS = {"user", "safety_identifier", "prompt_cache_key"}
 """Parameters that describe the caller and do not affect the answer."""

@@ -1,4 +1,4 @@
-"""Serve one model with OpenAI's chat completions API, using Starlette and the types of the `openai` package."""
+"""Serve one model with OpenAI's chat completions API, using Starlette."""
 
 import asyncio
 import time
@@ -8,16 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import orjson
-from openai.types import CompletionUsage, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -31,7 +25,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.features.serve.access import BrowserGuard, TokenGuard
 from tunewell.features.serve.connections import max_files
-from tunewell.features.serve.queue import QueuedAnswer, ServedModel
+from tunewell.features.serve.queue import Finish, QueuedAnswer, ServedModel
 from tunewell.features.serve.requests import ApiError, ChatRequest, read_request, shortened
 
 MAX_BODY_BYTES = 4 << 20
@@ -47,44 +41,28 @@ MAX_REQUESTS_PER_CLIENT = 1024
 """Maximum per address, so that one client cannot fill the queue: two thirds, if the queue is smaller. OpenAI's client
 sends 1,000 requests at once and waits 10 minutes for an answer, but tries only twice more after a 429."""
 
-Finish = Literal["stop", "length"]
-
 
 class ReplyObjects:
     """A factory for the JSON objects of one reply: a complete completion, or the chunks of a stream."""
 
     def __init__(self, model: str) -> None:
-        self._shared: dict[str, Any] = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._shared = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def completion(self, text: str, finish: Finish, usage: CompletionUsage) -> dict[str, Any]:
-        """Return the reply as one object."""
-        message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
-        choice = Choice(index=0, message=message, finish_reason=finish, logprobs=None)
-        return _json(ChatCompletion(**self._shared, object="chat.completion", choices=[choice], usage=usage))
+    def completion(self, generation: QueuedAnswer, text: str) -> dict[str, Any]:
+        """Return the reply as one object, with the passages that the model could read, a field of tunewell's own."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": generation.finish_reason, "logprobs": None}
+        sources = {} if generation.sources is None else {"sources": generation.sources}
+        usage = {"usage": _usage(generation)}
+        return {**self._shared, "object": "chat.completion", "choices": [choice], **usage, **sources}
 
-    def chunk(self, *, finish: Finish | None = None, **delta: Any) -> dict[str, Any]:
-        """Return a chunk of a stream with a part of the message or the finish reason."""
-        return self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(**delta), finish_reason=finish)])
+    def event(self, *, finish: Finish | None = None, **delta: Any) -> bytes:
+        """Return the event of a stream with a part of the message or the finish reason."""
+        return self.other_event(choices=[{"index": 0, "delta": delta, "finish_reason": finish}])
 
-    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
-        """Return the chunk with the token counts."""
-        return self._chunk([], usage=usage)
-
-    def sources_chunk(self, sources: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the chunk with the passages that the model could read, a field of tunewell's own."""
-        return self._chunk([]) | {"sources": sources}
-
-    def _chunk(self, choices: list[ChunkChoice], **more: Any) -> dict[str, Any]:
-        return _json(ChatCompletionChunk(**self._shared, object="chat.completion.chunk", choices=choices, **more))
-
-
-def _json(value: BaseModel) -> dict[str, Any]:
-    # Unset fields are left out; fields set to None, such as an open `finish_reason`, are sent as null.
-    return value.model_dump(mode="json", exclude_unset=True)
+    def other_event(self, **fields: Any) -> bytes:
+        """Return the event of a stream with other fields: the token counts, or the passages."""
+        return _event({**self._shared, "object": "chat.completion.chunk", "choices": [], **fields})
 
 
 @dataclass(frozen=True)
@@ -130,7 +108,7 @@ def build_app(model: ServedModel, *, access: AccessRules) -> Starlette:
 class _Handlers:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._entry = _json(Model(id=model.name, created=int(time.time()), object="model", owned_by="tunewell"))
+        self._entry = {"id": model.name, "created": int(time.time()), "object": "model", "owned_by": "tunewell"}
         # Two pools with one thread each: the encoder is not thread-safe, and prompts must not wait for running answers.
         self._encoding_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._generation_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -231,17 +209,17 @@ class _Stream(StreamingResponse):
 
 
 async def _events(generation: QueuedAnswer, reply: ReplyObjects, *, with_usage: bool) -> AsyncIterator[bytes]:
-    yield _event(reply.chunk(role="assistant", content=""))
+    yield reply.event(role="assistant", content="")
     async for text in generation.chunks():
-        yield _event(reply.chunk(content=text))
+        yield reply.event(content=text)
     if generation.failure is not None:
         yield _event(_failed(generation.failure).body)
         raise generation.failure
-    yield _event(reply.chunk(finish=generation.finish_reason))
+    yield reply.event(finish=generation.finish_reason)
     if generation.sources is not None:
-        yield _event(reply.sources_chunk(generation.sources))
+        yield reply.other_event(sources=generation.sources)
     if with_usage:
-        yield _event(reply.usage_chunk(_usage(generation)))
+        yield reply.other_event(usage=_usage(generation))
     yield b"data: [DONE]\n\n"
 
 
@@ -253,8 +231,7 @@ async def _complete(request: Request, generation: QueuedAnswer, reply: ReplyObje
         await asyncio.wait({text, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not text.done():
             raise ClientDisconnect
-        body = reply.completion(text.result(), generation.finish_reason, _usage(generation))
-        return JSONResponse(body if generation.sources is None else body | {"sources": generation.sources})
+        return JSONResponse(reply.completion(generation, text.result()))
     finally:
         generation.cancel()
         text.cancel()
@@ -273,9 +250,9 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _usage(generation: QueuedAnswer) -> CompletionUsage:
+def _usage(generation: QueuedAnswer) -> dict[str, int]:
     asked, answered = len(generation.prompt_ids), generation.num_tokens
-    return CompletionUsage(prompt_tokens=asked, completion_tokens=answered, total_tokens=asked + answered)
+    return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
 
 
 def _event(data: Any) -> bytes:

@@ -84,7 +84,7 @@ def open_server(
     weights: WeightsOptions = SAFE_WEIGHTS,
 ) -> Server:
     """Open a port and load the model. Raise UserError before that for a public address without a token."""
-    for module in ("starlette", "uvicorn", "openai"):
+    for module in ("starlette", "uvicorn"):
         import_optional(module, extra="serve", purpose="serving a model")
     from tunewell.features.serve.access import check_origin, listen, make_server, read_token
     from tunewell.features.serve.connections import raise_max_files

@@ -1,8 +1,8 @@
 """`tunewell.sweep`: train with every combination of some settings, from a script or a notebook."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from tunewell.config.load import ConfigLike
 from tunewell.features.sweep.sweep import SweepResult
 from tunewell.library.functions import Data, ModelPath, Settings, StrPath, all_sets, data_paths, text_of
 from tunewell.library.progress import Show, shown
-from tunewell.training.events import Listener
 
 
 def sweep(
@@ -39,10 +38,8 @@ def sweep(
         f"{key}={','.join(json.dumps(value, default=str) for value in values)}" for key, values in over.items()
     ]
 
-    @contextmanager
-    def shown_run(title: str) -> Iterator[Listener]:
-        with shown(progress, is_training=True) as show:
-            yield show
+    def shown_run(title: str) -> AbstractContextManager[Any]:
+        return shown(progress, is_training=True)
 
     options = SweepOptions(out=Path(out), seeds=seeds, is_resuming=resume, allow_pickle=allow_pickle)
     return run_sweep(

@@ -1,8 +1,7 @@
 """`tunewell sweep`: train with every combination of some settings, and name the best run."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,11 +39,9 @@ def command(
     if not resume:
         make_trials(parse_sets(sets)[1])  # errors before torch is imported
 
-    @contextmanager
-    def shown(title: str) -> Iterator[Any]:
+    def shown(title: str) -> AbstractContextManager[Any]:
         sys.stderr.write(f"{one_line(title)}\n")
-        with shown_training() as listener:
-            yield listener
+        return shown_training()
 
     with shown_training() as listener:
         listener(Progress("importing torch"))

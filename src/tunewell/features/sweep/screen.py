@@ -40,7 +40,11 @@ def sweep_screen(result: "SweepResult") -> str:
         parts.append(hanging("      ", f"`{best.run}`"))
     else:
         parts.append(hanging("no best run: ", result.conclusion))
-    parts += [hanging("failed: ", f"{run.name}: {one_line(run.note or '')}") for run in result.runs if _has_failed(run)]
+    parts += [
+        hanging("failed: ", f"{run.name}: {one_line(run.note or '')}")
+        for run in result.runs
+        if run.note is not None and run.status in ("failed", "stopped", "unreadable")
+    ]
     parts += [hanging("note: ", note) for note in result.notes]
     parts.append(hanging("wrote   ", f"`{result.folder / 'sweep.json'}`, `{result.folder / 'curves.svg'}`"))
     if result.next_command:
@@ -52,7 +56,3 @@ def _steps(run: "TrialResult") -> str:
     if run.steps is None:
         return "-"
     return f"{count(run.steps)}/{count(run.planned_steps)}" if run.planned_steps else count(run.steps)
-
-
-def _has_failed(run: "TrialResult") -> bool:
-    return run.note is not None and run.status in ("failed", "stopped", "unreadable")

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -119,14 +119,13 @@ def _name(number: int, settings: Settings) -> str:
 
 def repetitions(trials: Sequence[Trial], results: "Sequence[TrialResult]", seeds: Sequence[int]) -> list[Trial]:
     """Return the two best settings with further seeds."""
-    ranked = rank_groups(results)[:2]
     found = []
-    for group in ranked:
+    for group in rank_groups(results)[:2]:
+        base = next(trial for trial in trials if without_seed(trial.settings) == group.settings)
         for seed in seeds[1:]:
             settings = group.settings | {_SEED: str(seed)}
-            known = next((trial for trial in trials if trial.settings == settings), None)
-            base = next(trial for trial in trials if without_seed(trial.settings) == group.settings)
-            found.append(known or Trial(f"{base.name}_seed-{seed}"[:96], settings))
+            new = Trial(f"{base.name}_seed-{seed}"[:96], settings)
+            found.append(next((trial for trial in trials if trial.settings == settings), new))
     return found
 
 
@@ -299,20 +298,22 @@ def conclude(
 ) -> SweepResult:
     """Name the best run, its margin over the second-best settings, and whether the margin is more than noise."""
     ranked = rank_groups(results)
-    ordered = sorted(results, key=lambda one: (not one.is_complete, _loss_key(one.held_out)))
-    result = SweepResult(
-        folder, alternatives, ordered, None, None, None, "no run was completed", list(notes), exit_code=1
+    ordered = sorted(
+        results, key=lambda one: one.held_out if one.is_complete and one.held_out is not None else math.inf
     )
-    if not ranked:
-        return result
-    best = next(one for one in ordered if one.is_complete and without_seed(one.settings) == ranked[0].settings)
-    result = replace(result, best=best, exit_code=0)
-    if len(ranked) == 1:
-        return replace(result, conclusion="only one combination was trained to the end, so there is no margin")
-    first, second = ranked[:2]
-    interval = margin_interval(first.losses, second.losses)
-    conclusion = _conclusion(first, second, interval)
-    return replace(result, margin=second.mean - first.mean, interval=interval, conclusion=conclusion)
+    best, margin, interval, conclusion = None, None, None, "no run was completed"
+    if ranked:
+        best = next(one for one in ordered if without_seed(one.settings) == ranked[0].settings)
+        conclusion = "only one combination was trained to the end, so there is no margin"
+    if len(ranked) > 1:
+        first, second = ranked[:2]
+        margin = second.mean - first.mean
+        interval = margin_interval(first.losses, second.losses)
+        conclusion = _conclusion(first, second, interval)
+    exit_code = 0 if ranked else 1
+    return SweepResult(
+        folder, alternatives, ordered, best, margin, interval, conclusion, list(notes), exit_code=exit_code
+    )
 
 
 def _loss_key(loss: float | None) -> float:

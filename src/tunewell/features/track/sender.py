@@ -4,7 +4,6 @@
 `events.jsonl` that was sent. So no line is sent twice, whoever sends it: the run, a resumed run or `tunewell track`.
 """
 
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -137,21 +136,19 @@ def _settings(run: Path) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> bytes:
-    """Return the content of a file; nothing if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return read_bytes(path)
-    return b""
+def _content(path: Path) -> bytes:
+    """Return the content of a file; nothing if there is none."""
+    return read_bytes(path) if path.is_file() else b""
 
 
 def _read_seen(path: Path) -> set[bytes]:
-    data = _read(path)
+    data = _content(path)
     return {data[at : at + _HASH_BYTES] for at in range(0, len(data), _HASH_BYTES)}
 
 
 def _lines(path: Path) -> list[bytes]:
     """Return the whole lines of a log."""
-    return _read(path).split(b"\n")[:-1]
+    return _content(path).split(b"\n")[:-1]
 
 
 def _parse(line: bytes) -> tuple[int, dict[str, Any]]:

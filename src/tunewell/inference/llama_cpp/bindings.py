@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tunewell.core.files import parse_json
+
 CPU_ONLY = (c_void_p * 1)()
 """An empty, null-terminated list of GPU devices. It must outlive every model opened with it."""
 
@@ -29,7 +31,7 @@ class Parameters(ctypes.Structure):
         return (c_int32 * 256).from_buffer(self)
 
 
-class Batch(ctypes.Structure):
+class LlamaBatch(ctypes.Structure):
     """`llama_batch`: the tokens of one `llama_decode` call. Null pointers mean the default: one sequence, number 0."""
 
     _fields_ = [
@@ -44,42 +46,21 @@ class Batch(ctypes.Structure):
 
 
 _LOG_FUNCTION = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
-_MODEL = _CONTEXT = _VOCABULARY = _MEMORY = c_void_p
-# name: (return type, argument types)
-_NEEDED: dict[str, tuple[Any, list[Any]]] = {
-    "llama_backend_init": (None, []),
-    "llama_log_set": (None, [_LOG_FUNCTION, c_void_p]),
-    "llama_model_default_params": (Parameters, []),
-    "llama_context_default_params": (Parameters, []),
-    "llama_model_load_from_file": (_MODEL, [c_char_p, Parameters]),
-    "llama_model_free": (None, [_MODEL]),
-    "llama_init_from_model": (_CONTEXT, [_MODEL, Parameters]),
-    "llama_free": (None, [_CONTEXT]),
-    "llama_n_ctx": (c_uint32, [_CONTEXT]),
-    "llama_set_n_threads": (None, [_CONTEXT, c_int32, c_int32]),
-    "llama_get_memory": (_MEMORY, [_CONTEXT]),
-    "llama_memory_clear": (None, [_MEMORY, c_bool]),
-    "llama_memory_seq_rm": (c_bool, [_MEMORY, c_int32, c_int32, c_int32]),
-    "llama_decode": (c_int32, [_CONTEXT, Batch]),
-    "llama_get_logits": (POINTER(c_float), [_CONTEXT]),
-    "llama_model_has_encoder": (c_bool, [_MODEL]),
-    "llama_model_has_decoder": (c_bool, [_MODEL]),
-    "llama_model_n_ctx_train": (c_int32, [_MODEL]),
-    "llama_model_get_vocab": (_VOCABULARY, [_MODEL]),
-    "llama_vocab_n_tokens": (c_int32, [_VOCABULARY]),
-    "llama_vocab_bos": (c_int32, [_VOCABULARY]),
-    "llama_vocab_is_eog": (c_bool, [_VOCABULARY, c_int32]),
-    "llama_vocab_get_add_bos": (c_bool, [_VOCABULARY]),
-    "llama_tokenize": (c_int32, [_VOCABULARY, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
-    "llama_token_to_piece": (c_int32, [_VOCABULARY, c_int32, c_char_p, c_int32, c_int32, c_bool]),
+_TYPES: dict[str, Any] = {
+    "void": None,
+    "bool": c_bool,
+    "int32": c_int32,
+    "int32*": POINTER(c_int32),
+    "uint32": c_uint32,
+    "int64": c_int64,
+    "size_t": c_size_t,
+    "float*": POINTER(c_float),
+    "text": c_char_p,
+    "parameters": Parameters,
+    "batch": LlamaBatch,
+    "log_function": _LOG_FUNCTION,
 }
-# Some packages do not export these functions; the code that uses them has a fallback.
-_OPTIONAL: dict[str, tuple[Any, list[Any]]] = {
-    "llama_version": (c_char_p, []),
-    "ggml_backend_dev_count": (c_size_t, []),
-    "ggml_backend_load_all_from_path": (None, [c_char_p]),
-    "ggml_quantize_chunk": (c_size_t, [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
-}
+"""The types in `functions.json`; every other name is a pointer to an opaque struct."""
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
 _MAX_LOG_LINES = 500
 
@@ -119,8 +100,10 @@ class Bindings:
         """Load a library. Raise UnusableLibrary if it is not llama.cpp or its structs have an unknown layout."""
         self.path = path
         handles = _load(path)
-        found = {name: _bind(handles, name, signature) for name, signature in (_NEEDED | _OPTIONAL).items()}
-        if missing := [name for name in _NEEDED if found[name] is None]:
+        # Some packages do not export the optional functions; the code that uses them has a fallback.
+        needed, optional = parse_json(Path(__file__).with_name("functions.json").read_bytes()).values()
+        found = {name: _bind(handles, name, signature) for name, signature in (needed | optional).items()}
+        if missing := [name for name in needed if found[name] is None]:
             raise UnusableLibrary(f"has no `{missing[0]}`" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
         self.api: Any = SimpleNamespace(**found)
         self.log = LibraryLog()
@@ -201,11 +184,12 @@ def _load(path: Path) -> list[ctypes.CDLL]:
         raise UnusableLibrary(f"cannot be loaded: {error}") from None
 
 
-def _bind(handles: list[ctypes.CDLL], name: str, signature: tuple[Any, list[Any]]) -> Any:
+def _bind(handles: list[ctypes.CDLL], name: str, signature: str) -> Any:
+    """Return a function with the signature `RESULT ARGUMENT ARGUMENT ...`, or None if no library exports it."""
     for handle in handles:
         function = getattr(handle, name, None)
         if function is not None:
-            function.restype, function.argtypes = signature
+            function.restype, *function.argtypes = (_TYPES.get(name, c_void_p) for name in signature.split())
             return function
     return None
 

@@ -87,20 +87,18 @@ def find_llama(path: Path | None = None) -> LlamaLibrary:
 
     Raises UserError, which lists the libraries tried, if none can be used, or if the given library cannot be used.
     """
-    if named := named_candidate(path):
-        try:
-            return LlamaLibrary(_load_once(named.path), named.origin)
-        except UnusableLibrary as problem:
-            raise UserError(
-                f"the given llama.cpp library {problem}",
-                where=f"{named.path} ({named.origin})",
-                fix=f"give the path of another library, or no path and run `{install_command('export')}`",
-            ) from None
+    named = named_candidate(path)
     tried = []
-    for candidate in installed_candidates():
+    for candidate in [named] if named else installed_candidates():
         try:
             return LlamaLibrary(_load_once(candidate.path), candidate.origin)
         except UnusableLibrary as problem:
+            if named:
+                raise UserError(
+                    f"the given llama.cpp library {problem}",
+                    where=f"{named.path} ({named.origin})",
+                    fix=f"give the path of another library, or no path and run `{install_command('export')}`",
+                ) from None
             tried.append(f"{candidate.origin}: `{candidate.path.name}` {problem}")
     raise UserError(
         "no usable llama.cpp library was found",

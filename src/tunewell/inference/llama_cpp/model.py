@@ -15,8 +15,8 @@ import torch
 from tunewell.core.errors import UserError
 from tunewell.inference.decoder import GREEDY, Decoding
 from tunewell.inference.generate import shared_prefix_length
-from tunewell.inference.llama_cpp.bindings import Batch, Bindings
-from tunewell.inference.stream import Ended, TokenStream, sample_tokens
+from tunewell.inference.llama_cpp.bindings import Bindings, LlamaBatch
+from tunewell.inference.stream import Tokens, TokenStream, sample_tokens
 from tunewell.machine.facts import physical_cores, usable_cores
 from tunewell.model_files.gguf import read_metadata, tensor_count
 
@@ -61,25 +61,22 @@ class LlamaModel:
     def _start_context(self) -> None:
         self._cached.clear()
         self._text_number += 1
+        api = self._api
         try:
-            self._context = self._open_context()
+            if api.llama_model_has_encoder(self._model) or not api.llama_model_has_decoder(self._model):
+                raise self._rejected("is not a decoder-only model")
+            parameters = self._bindings.context_parameters(context=self.context, batch=min(_BATCH, self.context))
+            self._context = api.llama_init_from_model(self._model, parameters)
+            if not self._context:
+                raise self._rejected(f"could not get a context of {self.context:,} tokens")
+            self._handles.append((api.llama_free, self._context))
+            if api.llama_n_ctx(self._context) < self.context:
+                raise self._rejected(f"has a context of fewer than {self.context:,} tokens")
         except BaseException:
             self.close()
             raise
-        self._memory = self._api.llama_get_memory(self._context)
-        self._api.llama_set_n_threads(self._context, self._num_threads, self._num_threads)
-
-    def _open_context(self) -> Any:
-        if self._api.llama_model_has_encoder(self._model) or not self._api.llama_model_has_decoder(self._model):
-            raise self._rejected("is not a decoder-only model")
-        parameters = self._bindings.context_parameters(context=self.context, batch=min(_BATCH, self.context))
-        opened = self._api.llama_init_from_model(self._model, parameters)
-        if not opened:
-            raise self._rejected(f"could not get a context of {self.context:,} tokens")
-        self._handles.append((self._api.llama_free, opened))
-        if self._api.llama_n_ctx(opened) < self.context:
-            raise self._rejected(f"has a context of fewer than {self.context:,} tokens")
-        return opened
+        self._memory = api.llama_get_memory(self._context)
+        api.llama_set_n_threads(self._context, self._num_threads, self._num_threads)
 
     def close(self) -> None:
         """Free the memory. Closing twice is allowed."""
@@ -145,28 +142,20 @@ class LlamaModel:
 
     def logit_blocks(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
         """Yield the logits after every token of a text as fp32 blocks [512, V], starting with an empty KV cache."""
-        self._require_tokens(ids)
-        self._require_fits(ids)
-        text_number = self._begin_text(num_kept=0)
-        for start in range(0, len(ids), _BATCH):
-            self._require_current(text_number)
-            block = ids[start : start + _BATCH]
-            yield self._forward(block, num_logits=len(block)).copy()
+        self._require_text(ids)
+        self._begin_text(num_kept=0)
+        for block in self._blocks(ids, len(ids)):
+            yield block.copy()
 
     def last_logits(self, ids: Sequence[int], number: int) -> np.ndarray:
         """Return the logits of the last `number` positions of a text. The head computes no other positions.
 
         As in `generate`, a prefix shared with the previous text stays in the KV cache.
         """
-        self._require_tokens(ids)
-        self._require_fits(ids)
+        self._require_text(ids)
         self._begin_text(num_kept=max(0, min(shared_prefix_length(self._cached, ids), len(ids) - number)))
         rows = [np.empty((0, self.vocab_size), np.float32)]
-        for start in range(len(self._cached), len(ids), _BATCH):
-            block = ids[start : start + _BATCH]
-            num_after = len(ids) - start - len(block)
-            num_logits = max(1, min(len(block), number - num_after))
-            rows.append(self._forward(block, num_logits=num_logits).copy())
+        rows += [block.copy() for block in self._blocks(ids[len(self._cached) :], number)]
         return np.concatenate(rows)[-number:]
 
     def set_context(self, context: int) -> None:
@@ -187,30 +176,34 @@ class LlamaModel:
         """
         if not ids:
             raise ValueError("a prompt has no tokens")
-        self._require_tokens(ids)
-        self._require_fits(ids)
+        self._require_text(ids)
         return TokenStream(self._tokens(list(ids), max_new_tokens, stop_ids, decoding))
 
-    def _tokens(
-        self, ids: list[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding
-    ) -> Iterator[int | Ended]:
+    def _tokens(self, ids: list[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding) -> Tokens:
         num_free = self.context - len(ids)
         # The last token is always computed again, because its logits choose the first new token.
         text_number = self._begin_text(num_kept=min(shared_prefix_length(self._cached, ids), len(ids) - 1))
 
         def next_logits(pending: Sequence[int]) -> torch.Tensor:
             self._require_current(text_number)
-            return torch.from_numpy(self._append(pending))
+            *_, logits = self._blocks(pending, 1)
+            return torch.from_numpy(logits)
 
         pending = ids[len(self._cached) :]
-        yield from sample_tokens(next_logits, pending, decoding, stops, max_new=max_new_tokens, num_free=num_free)
+        tokens = sample_tokens(next_logits, pending, decoding, stops, max_new=max_new_tokens, num_free=num_free)
+        return (yield from tokens)
 
-    def _append(self, ids: Sequence[int]) -> np.ndarray:
-        """Append any number of tokens to the KV cache, and return the logits of the last one."""
-        last_start = (len(ids) - 1) // _BATCH * _BATCH
-        for start in range(0, last_start, _BATCH):
-            self._forward(ids[start : start + _BATCH])
-        return self._forward(ids[last_start:])
+    def _blocks(self, ids: Sequence[int], number: int) -> Iterator[np.ndarray]:
+        """Append tokens to the KV cache in blocks, and yield the logits of the last `number` positions.
+
+        A block before these yields its last position.
+        """
+        text_number = self._text_number
+        for start in range(0, len(ids), _BATCH):
+            self._require_current(text_number)
+            block = ids[start : start + _BATCH]
+            num_after = len(ids) - start - len(block)
+            yield self._forward(block, num_logits=max(1, min(len(block), number - num_after)))
 
     def _begin_text(self, *, num_kept: int) -> int:
         """Remove all but the first `num_kept` tokens from the KV cache. Streams of earlier texts become invalid."""
@@ -228,7 +221,7 @@ class LlamaModel:
         has_logits = np.zeros(num, np.int8)
         has_logits[-num_logits:] = 1
         tokens, positions = np.asarray(ids, np.int32), np.arange(start, start + num, dtype=np.int32)
-        batch = Batch(n_tokens=num)
+        batch = LlamaBatch(n_tokens=num)
         batch.token, batch.pos = (array.ctypes.data_as(POINTER(c_int32)) for array in (tokens, positions))
         batch.logits = has_logits.ctypes.data_as(POINTER(c_int8))
         log_start = self._bindings.log.num_lines
@@ -256,7 +249,8 @@ class LlamaModel:
         if unknown := [token for token in ids if not 0 <= token < self.vocab_size]:
             raise ValueError(f"token {unknown[0]} is not one of the {self.vocab_size:,} in `{self.path.name}`")
 
-    def _require_fits(self, ids: Sequence[int]) -> None:
+    def _require_text(self, ids: Sequence[int]) -> None:
+        self._require_tokens(ids)
         if len(ids) > self.context:
             raise UserError(
                 f"a text has {len(ids):,} tokens but the context holds {self.context:,}",

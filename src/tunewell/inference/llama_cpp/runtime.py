@@ -1,30 +1,27 @@
 """Run a GGUF file in llama.cpp for chat and evaluation: answers, losses and logits."""
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
-from math import prod
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
 from tunewell.inference.decoder import GREEDY, Decoding, Generated
 from tunewell.inference.llama_cpp.library import LlamaLibrary
 from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.inference.runtime import DocumentLosses, fastest_threads
-from tunewell.inference.stream import Ended, TokenStream
+from tunewell.inference.stream import Tokens, TokenStream
 from tunewell.model_files.gguf import read_tensor_table
-from tunewell.models.gguf import read_tensor
+from tunewell.models.gguf import read_entry, stored_type
+from tunewell.models.load import count_nonfinite
+from tunewell.models.loss import cross_entropy
 
 _FIRST_CONTEXT = 1024
 """The context grows on demand, because a KV cache for the full context may need more memory than the weights."""
 _NUM_PROBED = 256
-_PRECISIONS = {"f32": "fp32", "f16": "fp16"}
 
 
 class LlamaRuntime:
@@ -45,12 +42,8 @@ class LlamaRuntime:
     @property
     def stored_as(self) -> str:
         """The data type of most weights."""
-        gguf = import_optional("gguf", extra="export", purpose="reading a GGUF file")
-        sizes: Counter[int] = Counter()
-        for entry in read_tensor_table(self.path):
-            sizes[entry.type_number] += prod(entry.shape)
-        name: str = gguf.GGMLQuantizationType(sizes.most_common(1)[0][0]).name.lower()
-        return _PRECISIONS.get(name, name)
+        name = stored_type(self.path)
+        return {"f32": "fp32", "f16": "fp16"}.get(name, name)
 
     def stream(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int], decoding: Decoding = GREEDY
@@ -102,10 +95,11 @@ class LlamaRuntime:
         """
         number = min(_NUM_PROBED, self.context_length, self.vocab_size)
         probe = np.unique(np.linspace(0, self.vocab_size - 1, number).astype(int)).tolist()
-        num_bad = 0
-        for block in self._with_context(len(probe)).logit_blocks(probe):
-            num_bad += int((np.isnan(block) | np.isposinf(block)).sum())
-        return (self._nonfinite_tensors() or {"logits": num_bad}) if num_bad else {}
+        blocks = self._with_context(len(probe)).logit_blocks(probe)
+        if not (num_bad := sum(int((np.isnan(block) | np.isposinf(block)).sum()) for block in blocks)):
+            return {}
+        tensors = ((entry.name, read_entry(self.path, entry)) for entry in read_tensor_table(self.path))
+        return count_nonfinite(tensors) or {"logits": num_bad}
 
     def close(self) -> None:
         """Free the memory. Closing twice is allowed."""
@@ -124,19 +118,16 @@ class LlamaRuntime:
             self._model = larger
         return self._model
 
-    def _tokens(
-        self, prompt: Sequence[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding
-    ) -> Iterator[int | Ended]:
+    def _tokens(self, prompt: Sequence[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding) -> Tokens:
         num_free = self.context_length - len(prompt)
         num_new = min(max_new_tokens, num_free)
         if num_new > 0:
             model = self._with_context(len(prompt) + num_new)
-            with closing(model.generate(prompt, max_new_tokens=num_new, stop_ids=stops, decoding=decoding)) as answer:
-                yield from answer
-                if answer.ended == "end":
-                    yield "end"
-                    return
-        yield "context" if num_free < max_new_tokens else "length"
+            answer = model.generate(prompt, max_new_tokens=num_new, stop_ids=stops, decoding=decoding)
+            yield from answer
+            if answer.ended == "end":
+                return "end"
+        return "context" if num_free < max_new_tokens else "length"
 
     def _document_losses(self, ids: npt.NDArray[np.int32], labels: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """Return the loss of every supervised token. Tokens after the last supervised one are not computed.
@@ -152,20 +143,7 @@ class LlamaRuntime:
         found, start = [], 0
         for block_RV in self._with_context(len(text)).logit_blocks(text):
             rows = supervised[(supervised >= start) & (supervised < start + len(block_RV))]
-            found.append(_cross_entropy(block_RV[rows - start], targets_T[rows]))
+            logits_RV, targets_R = torch.from_numpy(block_RV[rows - start]), torch.from_numpy(targets_T[rows])
+            found.append(cross_entropy(logits_RV, targets_R.long()).double().numpy())
             start += len(block_RV)
         return np.concatenate(found)
-
-    def _nonfinite_tensors(self) -> dict[str, int]:
-        found = {}
-        for entry in read_tensor_table(self.path):
-            tensor = read_tensor(self.path, entry.name)
-            if num_bad := tensor.numel() - int(torch.isfinite(tensor).sum()):
-                found[entry.name] = num_bad
-        return found
-
-
-def _cross_entropy(logits_RV: np.ndarray, targets_R: np.ndarray) -> npt.NDArray[np.float64]:
-    logits = torch.from_numpy(logits_RV)
-    losses = logits.logsumexp(-1) - logits.gather(-1, torch.from_numpy(targets_R).long()[:, None])[:, 0]
-    return losses.double().numpy()

@@ -33,13 +33,14 @@ class AdamW(Optimizer):
     def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
         super().__init__(parameters, settings)
         self._matrices = {name for name, weight in parameters.items() if weight.ndim >= 2 and not _NORM.search(name)}
-        matrices = [weight for name, weight in parameters.items() if name in self._matrices]
-        vectors = [weight for name, weight in parameters.items() if name not in self._matrices]
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
         self._weight_decay = settings.weight_decay
+        groups = [
+            {
+                "params": [own for name, own in parameters.items() if (name in self._matrices) == is_matrix],
+                "weight_decay": decay,
+            }
+            for is_matrix, decay in ((True, settings.weight_decay), (False, 0.0))
+        ]
         self.torch_optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=0.0,  # `update` sets the rate of each step
@@ -66,11 +67,7 @@ class AdamW(Optimizer):
             if "step" not in state:
                 step = torch.zeros((), dtype=torch.float32, device=gradient.device)
                 state |= {"step": step, **self.new_moments(gradient)}
-            state |= {
-                part: value.to(gradient.dtype)
-                for part, value in state.items()
-                if _follows_weight(part, value) and value.dtype != gradient.dtype
-            }
+            state |= {part: value.to(gradient.dtype) for part, value in state.items() if _follows_weight(part, value)}
 
     def update(
         self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: Scaler, norm_limit: float = math.inf
@@ -108,17 +105,24 @@ class AdamW(Optimizer):
         for name in names:
             self.state_of(name)["step"].add_(1 - guard.was_skipped)
         steps_P = torch.stack([self.state_of(name)["step"] for name in names])
-        num_matrices = sum(name in self._matrices for name in names)
         decays_P = torch.ones_like(steps_P)
-        decays_P[:num_matrices] = 1 - rate * self._weight_decay
-        betas_eps = self.torch_optimizer.defaults["betas"], self.torch_optimizer.defaults["eps"]
-        values_PV = _step_values(rate, *betas_eps, steps_P, decays_P, guard.shrink / scaler.scale, guard.was_skipped)
+        decays_P[: len(self._matrices & grads.keys())] = 1 - rate * self._weight_decay
+        (beta1, beta2), eps = (self.torch_optimizer.defaults[name] for name in ("betas", "eps"))
+        columns = (
+            rate / (1 - beta1 ** steps_P.double()),
+            (1 - beta2 ** steps_P.double()).rsqrt(),
+            decays_P,
+            guard.shrink / scaler.scale,
+            guard.was_skipped,
+            *(steps_P.new_full((), value) for value in (eps, beta1, beta2)),
+        )
+        values_PV = torch.stack([column.float().expand(len(steps_P)) for column in columns], 1)
         seeds_P = mixed(steps_P.int() * 0x10001 + torch.arange(len(steps_P), dtype=torch.int32, device=steps_P.device))
         for name, values, seed in zip(names, values_PV, seeds_P, strict=True):
             self.update_one(name, grads[name], values, seed)
 
     def update_one(self, name: str, gradient: Tensor, values: Tensor, seed: Tensor) -> None:
-        """Update a parameter and its moments in place. `values` is a row of `_step_values`."""
+        """Update a parameter and its moments in place. `values` are those that `adamw_step` unpacks."""
         self.update_moments(name, self.parameters[name].detach(), gradient, values, seed)
 
     def update_moments(self, name: str, weight: Tensor, gradient: Tensor, values: Tensor, seed: Tensor) -> None:
@@ -128,10 +132,6 @@ class AdamW(Optimizer):
         flat = [one.view(-1) for one in (weight, gradient, state["exp_avg"], state["exp_avg_sq"])]
         for at in range(0, weight.numel(), size):
             update(*(one[at : at + size] for one in flat), values, seed + at if at else seed)
-
-    def zero_grad(self) -> None:
-        """Clear the gradients."""
-        self.torch_optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return `step`, `exp_avg` and `exp_avg_sq` of every parameter that has been updated."""
@@ -162,16 +162,14 @@ def _follows_weight(part: str, value: Tensor) -> bool:
     return value.is_floating_point() and part != "step" and not part.endswith("_scale")
 
 
-def _step_values(
-    rate: float, betas: tuple[float, float], eps: float, steps_P: Tensor, decays_P: Tensor, *flags: Tensor
-) -> Tensor:
-    """Return the values that `update_rounded` unpacks, one row per parameter. `flags`: gradient scale, was skipped."""
-    beta1, beta2 = betas
-    fixed = [steps_P.new_full((), value) for value in (eps, beta1, beta2)]
-    step_sizes_P = rate / (1 - beta1 ** steps_P.double())
-    root_scales_P = (1 - beta2 ** steps_P.double()).rsqrt()
-    columns = (step_sizes_P, root_scales_P, decays_P, *flags, *fixed)
-    return torch.stack([column.float().expand(len(steps_P)) for column in columns], 1)
+def adamw_step(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Return the new weight and moments in fp32, and whether the update is skipped."""
+    step_size, root_scale, decay, grad_scale, was_skipped, eps, beta1, beta2 = values.unbind()
+    grad_ = grad.float() * grad_scale
+    mean_ = torch.lerp(grad_, mean, beta1)
+    square_ = torch.lerp(grad_ * grad_, square, beta2)
+    weight_ = weight.float() * decay - step_size * mean_ / (square_.sqrt() * root_scale + eps)
+    return weight_, mean_, square_, was_skipped > 0
 
 
 def update_rounded(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, values: Tensor, seed: Tensor) -> None:
@@ -180,14 +178,9 @@ def update_rounded(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, v
     The noise depends only on `seed` and the position, so a resumed run repeats it. The mean of the gradients is rounded
     to nearest, because each step changes it by more than a rounding error; the mean of the squares is not.
     """
-    step_size, root_scale, decay, grad_scale, was_skipped, eps, beta1, beta2 = values.unbind()
-    grad_ = grad.float() * grad_scale
-    mean_ = torch.lerp(grad_, mean.float(), beta1)
-    square_ = torch.lerp(grad_ * grad_, square.float(), beta2)
-    weight_ = weight.float() * decay - step_size * mean_ / (square_.sqrt() * root_scale + eps)
+    weight_, mean_, square_, is_skipped = adamw_step(weight, grad, mean.float(), square.float(), values)
     is_rounding = torch.bfloat16 in (weight.dtype, square.dtype)
     noise = noise_at(weight, seed) if is_rounding else seed
-    is_skipped = was_skipped > 0
     weight.copy_(torch.where(is_skipped, weight, rounded(weight_, noise & 0xFFFF, weight.dtype)))
     square.copy_(torch.where(is_skipped, square, rounded(square_, (noise >> 16) & 0xFFFF, square.dtype)))
     mean.copy_(torch.where(is_skipped, mean, mean_.to(mean.dtype)))

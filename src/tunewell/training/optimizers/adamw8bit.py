@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tunewell.training.optimizers.adamw import AdamW, compiled, noise_at, rounded
+from tunewell.training.optimizers.adamw import AdamW, adamw_step, compiled, noise_at, rounded
 
 BLOCK = 256
 _MIN_SIZE = 4096
@@ -117,14 +117,10 @@ def update_8bit(weight: Tensor, grad: Tensor, mean: Moment, square: Moment, valu
 
 def _update_blocks(weight: Tensor, grad: Tensor, mean: Moment, square: Moment, values: Tensor, seed: Tensor) -> None:
     """Update blocks, one per row, in place; `values` and `seed` are those of `update_rounded`."""
-    step_size, root_scale, decay, grad_scale, was_skipped, eps, beta1, beta2 = values.unbind()
-    grad_ = grad.float() * grad_scale
-    mean_ = torch.lerp(grad_, dequantised(mean.codes.view_as(grad), mean.scale, mean.kind), beta1)
-    square_ = torch.lerp(grad_ * grad_, dequantised(square.codes.view_as(grad), square.scale, square.kind), beta2)
-    weight_ = weight.float() * decay - step_size * mean_ / (square_.sqrt() * root_scale + eps)
+    mean_, square_ = [dequantised(own.codes.view_as(grad), own.scale, own.kind) for own in (mean, square)]
+    weight_, mean_, square_, is_skipped = adamw_step(weight, grad, mean_, square_, values)
     if weight.dtype == torch.bfloat16:
         weight_ = rounded(weight_, noise_at(weight.view(-1), seed).view_as(weight) & 0xFFFF, weight.dtype)
-    is_skipped = was_skipped > 0
     weight.copy_(torch.where(is_skipped, weight, weight_))
     for moment, new in ((mean, mean_), (square, square_)):
         codes, scale = quantised(new, moment.kind)

@@ -28,23 +28,12 @@ _MULTIPLIER = 0x9E3779B1
 
 
 class GaLore(AdamW8bit):
-    """AdamW whose gradients and moments are projected in the matrices of the decoder layers.
+    """AdamW whose gradients and moments are projected in the matrices of the decoder layers."""
 
-    `is_exact` (SVD), `is_rotating` and `is_staggered` exist to compare it with the original GaLore.
-    """
-
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        settings: Train,
-        *,
-        is_exact: bool = False,
-        is_rotating: bool = True,
-        is_staggered: bool = True,
-    ) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
         super().__init__(parameters, settings)
         self._rank, self._every, self._scale = settings.galore_rank, settings.galore_every, settings.galore_scale
-        self._is_exact, self._is_rotating, self._is_staggered = is_exact, is_rotating, is_staggered
+        self._first_steps = min(_FIRST_ROUND, self._every)
         if not settings.galore_8bit:
             self.min_size = math.inf
         self.projected = {name: at for at, name in enumerate(filter(self._is_projected, parameters))}
@@ -66,15 +55,9 @@ class GaLore(AdamW8bit):
         self._number, self._due = number, {name for name, at in self.projected.items() if self._is_due(at, number)}
 
     def _is_due(self, at: int, number: int) -> bool:
-        if not self._is_staggered:
-            return number % self._every == 0
         if number < self._first_steps:
             return at % self._first_steps == number
         return (number - at * self._every // len(self.projected)) % self._every == 0
-
-    @property
-    def _first_steps(self) -> int:
-        return min(_FIRST_ROUND, self._every)
 
     def _project_gradient(self, name: str, parameter: Tensor) -> None:
         """Add the projection of a new gradient to the sum and free the gradient. A due one is left to accumulate."""
@@ -120,9 +103,9 @@ class GaLore(AdamW8bit):
         """Replace the basis of a matrix and rotate its moments into it. The first basis starts with moments of zero."""
         state = self.state_of(name)
         changed = {"basis": basis}
-        if self._is_staggered and self._number < self._first_steps:
+        if self._number < self._first_steps:
             changed |= {part: torch.zeros_like(value) for part, value in state.items() if part != "basis"}
-        elif self._is_rotating:
+        else:
             changed |= self._rotated_moments(name, state["basis"].float().mT @ basis.float())
         for part, value in changed.items():
             state[part] = torch.where(is_skipped, state[part], value)
@@ -185,14 +168,10 @@ class GaLore(AdamW8bit):
         A randomised range finder with two power iterations: the singular value decomposition of a matrix takes seconds.
         """
         wide = gradient.float().mT if self._is_tall(name) else gradient.float()
-        if self._is_exact:
-            exact = torch.linalg.svd(gradient.float(), full_matrices=False)  # not of `wide`, which changes the signs
-            basis = (exact.Vh.mT if self._is_tall(name) else exact.U)[..., : self._rank]
-        else:
-            wide = wide / wide.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            shape = (*wide.shape[:-2], wide.shape[-1], self._rank)
-            sample = wide @ self._signs(name, shape, number=self._number)
-            basis = _orthonormal(wide @ (wide.mT @ sample))
+        wide = wide / wide.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        shape = (*wide.shape[:-2], wide.shape[-1], self._rank)
+        basis = wide @ self._signs(name, shape, number=self._number)
+        for _ in range(2):
             basis = _orthonormal(wide @ (wide.mT @ basis))
         return basis.to(gradient.dtype)
 

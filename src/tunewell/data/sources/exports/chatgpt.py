@@ -6,12 +6,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tunewell.data.rows.conversation import ConversationRow, Rejected, is_list, is_object, objects_in
+from tunewell.data.rows.conversation import ConversationRow, Rejected, attempt, is_list, is_object, objects_in
 from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.blocks import ReadOptions, read_parsed
-from tunewell.data.sources.exports.turns import Turns
+from tunewell.data.sources.exports.turns import Turns, walk_up
 
-_NAME = "chatgpt"
 _MEDIA = {"image_asset_pointer": "image", "audio_asset_pointer": "audio", "video_container_asset_pointer": "video"}
 
 
@@ -19,15 +18,12 @@ def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     """Yield the conversations of the export, numbered from 1."""
     for number, row in read_parsed(file, options):
         nodes = row.get("mapping") if is_object(row) else None
-        if isinstance(row, Rejected) or not is_object(row) or not is_object(nodes):
+        if not is_object(nodes):
             yield number, row if isinstance(row, Rejected) else Rejected("not_a_conversation", "it has no `mapping`")
             continue
         supervised: set[str] = set()
         for leaf in _leaves(row, nodes, options.paths):
-            try:
-                yield number, _conversation(nodes, leaf, supervised)
-            except Rejected as rejected:
-                yield number, rejected
+            yield number, attempt(_conversation, nodes, leaf, supervised)
 
 
 def _leaves(row: dict[str, Any], nodes: dict[str, Any], paths: str) -> list[str]:
@@ -38,18 +34,13 @@ def _leaves(row: dict[str, Any], nodes: dict[str, Any], paths: str) -> list[str]
 
 
 def _conversation(nodes: dict[str, Any], leaf: str, supervised: set[str]) -> ConversationRow:
-    path: list[str] = []
-    key: Any = leaf
-    while isinstance(key, str) and is_object(node := nodes.get(key)) and key not in path:
-        path.append(key)
-        key = node.get("parent")
-    turns = Turns()
-    for key in reversed(path):
+    path, turns = walk_up(nodes, leaf, "parent"), Turns()
+    for key in path:
         message = nodes[key].get("message")
         if is_object(message):
             _add(turns, message, is_supervised=key not in supervised)
     supervised.update(path)
-    return turns.row(_NAME)
+    return turns.row("chatgpt")
 
 
 def _add(turns: Turns, message: dict[str, Any], *, is_supervised: bool) -> None:

@@ -3,41 +3,32 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tunewell.data.rows.conversation import Rejected, is_list, is_object, objects_in
+from tunewell.data.rows.conversation import ConversationRow, Rejected, attempt, is_list, is_object, objects_in
 from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.blocks import ReadOptions, read_parsed
-from tunewell.data.sources.exports.turns import Turns
-
-_NAME = "claude"
+from tunewell.data.sources.exports.turns import Turns, walk_up
 
 
 def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     """Yield the conversations of the export, numbered from 1."""
     for number, row in read_parsed(file, options):
         messages = row.get("chat_messages") if is_object(row) else None
-        if isinstance(row, Rejected) or not is_list(messages):
+        if is_list(messages):
+            yield number, attempt(_conversation, objects_in(messages))
+        else:
             yield number, row if isinstance(row, Rejected) else Rejected("not_a_conversation", "no `chat_messages`")
-            continue
-        turns = Turns()
-        try:
-            for message in _last_branch(objects_in(messages)):
-                _add(turns, message)
-            yield number, turns.row(_NAME)
-        except Rejected as rejected:
-            yield number, rejected
 
 
-def _last_branch(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the branch of the last message; edited messages and retries start others."""
-    by_id = {str(message.get("uuid")): message for message in messages}
-    if not messages or any("parent_message_uuid" not in message for message in messages):
-        return messages
-    branch: list[dict[str, Any]] = []
-    message: dict[str, Any] | None = messages[-1]
-    while message is not None and len(branch) < len(messages):
-        branch.append(message)
-        message = by_id.get(str(message["parent_message_uuid"]))
-    return branch[::-1]
+def _conversation(messages: list[dict[str, Any]]) -> ConversationRow:
+    """Convert the branch of the last message; edited messages and retries start others."""
+    turns = Turns()
+    if messages and all("parent_message_uuid" in message for message in messages):
+        by_id = {str(message.get("uuid")): message for message in messages}
+        branch = walk_up(by_id, str(messages[-1].get("uuid")), "parent_message_uuid")
+        messages = [by_id[key] for key in branch]
+    for message in messages:
+        _add(turns, message)
+    return turns.row("claude")
 
 
 def _add(turns: Turns, message: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def _flat_trees(messages: dict[str, tuple[int, Node]], paths: str) -> Iterator[t
 def _conversations(number: int, root: Node, paths: str) -> Iterator[tuple[int, Any]]:
     supervised: set[int] = set()
     has_reply = False
-    for path in _best_path(root) if paths == "best" else _all_paths(root, []):
+    for path in _paths(root, [], is_best=paths == "best"):
         while path and path[-1].get("role") != "assistant":
             path = path[:-1]  # a question that nobody answered
         if not path or id(path[-1]) in supervised:
@@ -68,20 +68,14 @@ def _conversations(number: int, root: Node, paths: str) -> Iterator[tuple[int, A
         yield number, Rejected("not_a_conversation", "the tree has no reply")
 
 
-def _best_path(root: Node) -> Iterator[list[Node]]:
-    path = [root]
-    while (replies := _ranked(path[-1])) and len(path) < _MAX_TURNS:
-        path.append(replies[0])
-    yield path
-
-
-def _all_paths(node: Node, before: list[Node]) -> Iterator[list[Node]]:
+def _paths(node: Node, before: list[Node], *, is_best: bool) -> Iterator[list[Node]]:
+    """Yield the paths from a node to the ends of the tree, or the best of them."""
     path = [*before, node]
     replies = _ranked(node) if len(path) < _MAX_TURNS else []
     if not replies:
         yield path
-    for reply in replies:
-        yield from _all_paths(reply, path)
+    for reply in replies[:1] if is_best else replies:
+        yield from _paths(reply, path, is_best=is_best)
 
 
 def _ranked(node: Node) -> list[Node]:

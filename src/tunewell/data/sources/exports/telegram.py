@@ -11,7 +11,6 @@ from tunewell.data.sources.blocks import ReadOptions
 from tunewell.data.sources.exports.turns import ChatMessage, chat_rows
 from tunewell.data.sources.records import read_json_value
 
-_NAME = "telegram"
 _MEDIA = ("photo", "file", "media_type", "sticker_emoji", "poll", "location_information", "contact_information")
 
 
@@ -26,9 +25,7 @@ def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     # In an export of all chats, those in which the user wrote nothing are left out.
     replied = [chat for chat in chats if any(message.sender == options.assistant for message in chat)]
     for messages in replied or [[message for chat in chats for message in chat]]:
-        yield from chat_rows(
-            messages, _NAME, assistant=options.assistant, gap_hours=options.gap_hours, file_name=file.name
-        )
+        yield from chat_rows(messages, "telegram", file.name, options=options)
 
 
 def _message(entry: dict[str, Any]) -> ChatMessage | None:

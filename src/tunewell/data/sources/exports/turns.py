@@ -1,13 +1,14 @@
 """Build a conversation from a stream of messages: join messages of one speaker, and split a chat at long pauses."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
-from tunewell.data.rows.conversation import ConversationRow, Message, Rejected
+from tunewell.data.rows.conversation import ConversationRow, Message, Rejected, attempt, is_object
+from tunewell.data.sources.base import ReadOptions
 
 _NUM_NAMED = 6
 
@@ -51,6 +52,15 @@ class Turns:
         return ConversationRow(self.messages[start:], format_name, dict(self.notes))
 
 
+def walk_up(nodes: Mapping[str, Any], leaf: Any, parent: str) -> list[str]:
+    """Return the keys of the nodes from the root of a tree to a leaf; `parent` is the field with the key above."""
+    path: dict[str, None] = {}
+    while isinstance(leaf, str) and is_object(node := nodes.get(leaf)) and leaf not in path:
+        path[leaf] = None
+        leaf = node.get(parent)
+    return [*path][::-1]
+
+
 class UnknownSpeaker(UserError):
     """Raised for a chat of which nobody has said whose messages are the replies."""
 
@@ -71,14 +81,14 @@ class ChatMessage(NamedTuple):
 
 
 def chat_rows(
-    messages: Iterable[ChatMessage], format_name: str, *, assistant: str | None, gap_hours: float, file_name: str
+    messages: Iterable[ChatMessage], format_name: str, file_name: str, *, options: ReadOptions
 ) -> Iterator[tuple[int, Any]]:
     """Yield a conversation for each part of a chat without a long pause. The messages of `assistant` are the replies.
 
     In a chat of more than two people, each message of the others begins with the name of its sender. Messages of one
     speaker before and after a message that is left out are not joined: a new conversation begins.
     """
-    chat = list(messages)
+    chat, assistant = list(messages), options.assistant
     senders = Counter(message.sender for message in chat if message.sender)
     if assistant is None or assistant not in senders:
         named = ", ".join(f"`{name}` ({count(number)})" for name, number in senders.most_common(_NUM_NAMED))
@@ -96,9 +106,9 @@ def chat_rows(
         role = "assistant" if message.sender == assistant else "user"
         last_role = turns.messages[-1]["role"] if turns.messages else None
         is_cut = is_after_gap and not message.left_out and last_role == role
-        is_pause = message.time - previous > timedelta(hours=gap_hours)
+        is_pause = message.time - previous > timedelta(hours=options.gap_hours)
         if (is_cut or is_pause) and (turns.messages or turns.notes):
-            yield first, _row(turns, format_name)
+            yield first, attempt(turns.row, format_name)
             turns = Turns()
         first = first if turns.messages or turns.notes else message.number
         previous, is_after_gap = message.time, bool(message.left_out)
@@ -108,11 +118,4 @@ def chat_rows(
             is_named = role == "user" and len(senders) > 2
             turns.add(role, f"{message.sender}: {message.text}" if is_named else message.text)
     if turns.messages or turns.notes:
-        yield first, _row(turns, format_name)
-
-
-def _row(turns: Turns, format_name: str) -> Any:
-    try:
-        return turns.row(format_name)
-    except Rejected as rejected:
-        return rejected
+        yield first, attempt(turns.row, format_name)

@@ -14,9 +14,8 @@ from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.blocks import ReadOptions
 from tunewell.data.sources.exports.turns import ChatMessage, chat_rows
-from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines
+from tunewell.data.sources.lines import TooLong, numbered_lines
 
-_NAME = "whatsapp"
 _HIDDEN = re.compile("[\u200e\u200f\u202a\u202c\ufeff]")
 _LINE = re.compile(
     r"\[?(?P<a>\d{1,4})[./-](?P<b>\d{1,2})[./-](?P<c>\d{2,4}),?\s(?P<hour>\d{1,2})[:.](?P<minute>\d{2})(?:[:.]\d{2})?"
@@ -58,34 +57,31 @@ _EDITED = re.compile(r"\s*<[^<>\n]*(?:edited|bearbeitet|editó|editad[oa]|modifi
 def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     """Yield the parts of the chat, numbered by their first line."""
     messages = _messages(file, options)
-    return chat_rows(messages, _NAME, assistant=options.assistant, gap_hours=options.gap_hours, file_name=file.name)
+    return chat_rows(messages, "whatsapp", file.name, options=options)
 
 
 def _messages(file: SourceFile, options: ReadOptions) -> list[ChatMessage]:
-    encoding = detect_encoding(file, options.encoding)
-    entries: list[tuple[int, re.Match[str], list[str]]] = []
-    notices: set[int] = set()
-    for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=options.max_row_bytes), start=1):
+    entries: list[tuple[int, re.Match[str], bool, list[str]]] = []
+    for number, line in numbered_lines(file, options):
         raw = "" if isinstance(line, TooLong) else text_of(line).replace("\u202f", " ")
         text = _HIDDEN.sub("", raw)
         if match := _LINE.fullmatch(text):
-            entries.append((number, match, [match["rest"]]))
-            if raw.partition(": ")[2].startswith("\u200e"):
-                notices.add(number)
+            is_notice = raw.partition(": ")[2].startswith("\u200e")
+            entries.append((number, match, is_notice, [match["rest"]]))
         elif entries:
-            entries[-1][2].append(text)
+            entries[-1][-1].append(text)
         elif text.strip():
             raise UserError(f"`{file.name}` is not a WhatsApp chat", where=f"line {number}: {text[:60]!r}")
-    is_month_first = _is_month_first([match for _, match, _ in entries])
+    is_month_first = _is_month_first([match for _, match, *_ in entries])
     messages: list[ChatMessage] = []
-    for number, match, lines in entries:
+    for number, match, is_notice, lines in entries:
         sender, colon, text = _EDITED.sub("", "\n".join(lines).rstrip("\n")).partition(": ")
         if not colon or "\n" in sender:
             if not _CALL.fullmatch(sender.strip()):
                 continue  # a notice: "Messages are end-to-end encrypted", "Anna changed the subject"
             sender, text = "", sender
         left_out = _left_out(text.strip())
-        if number in notices and not left_out:
+        if is_notice and not left_out:
             continue
         time = _time(match, is_month_first, f"{file.name} line {number}")
         messages.append(ChatMessage(number, time, sender, text, left_out))

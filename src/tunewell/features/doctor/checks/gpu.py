@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from tunewell.core.units import size_bytes
-from tunewell.features.doctor.facts import Environment
+from tunewell.features.doctor.facts import Environment, public_version
 from tunewell.features.doctor.findings import EnvironmentProblem, pip_install
 from tunewell.machine.nvidia_smi import Gpu
 from tunewell.machine.shield import TorchWheel, read_shield
@@ -72,69 +71,51 @@ def torch_build(facts: Environment) -> Iterator[EnvironmentProblem]:
     torch, gpus = facts.torch, facts.machine.gpus
     if torch is None or torch.hip or facts.machine.variables.get("CUDA_VISIBLE_DEVICES") == "-1":
         return
-    found = gpus[0].driver if gpus else facts.machine.kernel_driver
+    if gpus:
+        gpu = gpus[0]
+    elif (found := facts.machine.kernel_driver) is not None:
+        gpu = Gpu("NVIDIA GPU", found, 0, 0, None)  # the fast part knows the driver only
+    else:
+        return
+    has, names = f"torch {torch.version}", frozenset({"torch"})
     if torch.cuda is None:
-        if gpus or found:
-            # The fast part knows the driver only, not the GPU.
-            yield _cpu_build(facts, gpus[0] if gpus else Gpu("NVIDIA GPU", found or "", 0, 0, None))
+        yield EnvironmentProblem(
+            "torch-cpu-build",
+            "broken",
+            f"{has} has no CUDA, but this machine has a {gpu.name}",
+            "training would run on the CPU, tens of times slower",
+            *_cuda_wheel(facts, gpu),
+            names,
+            [f"{gpu.name}, driver {gpu.driver}", "unslothai/unsloth#2024"],
+        )
         return
-    if found is None:
-        return
-    release = next((entry for entry in read_shield().cuda if entry.major == int(torch.cuda.split(".")[0])), None)
-    if release is not None and _major(found) < release.driver:
-        yield _old_driver(facts, found, release.driver, release.evidence)
+    release = next((entry for entry in read_shield().cuda if entry.major == _major(torch.cuda)), None)
+    if release is not None and _major(gpu.driver) < release.driver:
+        fix, commands = _cuda_wheel(facts, gpu)
+        yield EnvironmentProblem(
+            "driver-too-old",
+            "broken",
+            f"the NVIDIA driver {gpu.driver} is too old for {has}, built for CUDA {torch.cuda}",
+            f"CUDA {torch.cuda} needs driver {release.driver} or later; torch reports no GPU",
+            f"update the driver to {release.driver} or later; or {fix}",
+            commands,
+            names,
+            [release.evidence],
+        )
         return
     for gpu in gpus:
         if gpu.capability is not None and not _has_kernels(facts, gpu.capability):
-            yield _other_generation(facts, gpu)
+            capability = ".".join(map(str, gpu.capability))
+            yield EnvironmentProblem(
+                "gpu-generation",
+                "broken",
+                f"{has} (CUDA {torch.cuda}) has no kernels for {gpu.name}, compute capability {capability}",
+                "the first operation fails: no kernel image is available for execution on the device",
+                *_cuda_wheel(facts, gpu),
+                names,
+                ["pytorch/pytorch#150733", "pytorch/pytorch#172352"],
+            )
             return
-
-
-def _cpu_build(facts: Environment, gpu: Gpu) -> EnvironmentProblem:
-    assert facts.torch is not None
-    command, text = _cuda_wheel(facts, _major(gpu.driver), gpu.capability)
-    return EnvironmentProblem(
-        "torch-cpu-build",
-        "broken",
-        f"torch {facts.torch.version} has no CUDA, but this machine has a {gpu.name}",
-        "training would run on the CPU, tens of times slower",
-        text,
-        command,
-        frozenset({"torch"}),
-        [f"{gpu.name}, driver {gpu.driver}", "unslothai/unsloth#2024"],
-    )
-
-
-def _old_driver(facts: Environment, found: str, needed: int, evidence: str) -> EnvironmentProblem:
-    assert facts.torch is not None
-    capability = facts.machine.gpus[0].capability if facts.machine.gpus else None
-    command, text = _cuda_wheel(facts, _major(found), capability)
-    return EnvironmentProblem(
-        "driver-too-old",
-        "broken",
-        f"the NVIDIA driver {found} is too old for torch {facts.torch.version}, built for CUDA {facts.torch.cuda}",
-        f"CUDA {facts.torch.cuda} needs driver {needed} or later; torch reports no GPU",
-        f"update the driver to {needed} or later; or {text}",
-        command,
-        frozenset({"torch"}),
-        [evidence],
-    )
-
-
-def _other_generation(facts: Environment, gpu: Gpu) -> EnvironmentProblem:
-    assert facts.torch is not None and gpu.capability is not None
-    command, text = _cuda_wheel(facts, _major(gpu.driver), gpu.capability)
-    return EnvironmentProblem(
-        "gpu-generation",
-        "broken",
-        f"torch {facts.torch.version} (CUDA {facts.torch.cuda}) has no kernels for {gpu.name}, "
-        f"compute capability {_dotted(gpu.capability)}",
-        "the first operation fails: no kernel image is available for execution on the device",
-        text,
-        command,
-        frozenset({"torch"}),
-        ["pytorch/pytorch#150733", "pytorch/pytorch#172352"],
-    )
 
 
 def _has_kernels(facts: Environment, capability: tuple[int, int]) -> bool:
@@ -144,7 +125,7 @@ def _has_kernels(facts: Environment, capability: tuple[int, int]) -> bool:
     if arches:
         return _runs_on(arches, capability)
     wheel = next((wheel for wheel in read_shield().wheels if _is_wheel(wheel, facts)), None)
-    return wheel is None or _tuple(wheel.oldest) <= capability <= _tuple(wheel.newest)
+    return wheel is None or _suits(wheel, capability)
 
 
 def _runs_on(arches: list[str], capability: tuple[int, int]) -> bool:
@@ -162,27 +143,32 @@ def _runs_on(arches: list[str], capability: tuple[int, int]) -> bool:
 
 def _is_wheel(wheel: TorchWheel, facts: Environment) -> bool:
     assert facts.torch is not None and facts.torch.cuda is not None
-    try:
-        is_cuda = Version(facts.torch.cuda) in SpecifierSet(wheel.cuda)
-        return is_cuda and _public(facts.torch.version) in SpecifierSet(wheel.torch)
-    except InvalidVersion:
-        return False
+    return _fits(facts.torch.cuda, wheel.cuda) and _fits(facts.torch.version, wheel.torch)
 
 
-def _cuda_wheel(facts: Environment, driver: int, capability: tuple[int, int] | None) -> tuple[list[str], str]:
-    """Return the command that installs a torch wheel for this driver and GPU, and the same in words."""
+def _fits(version: str, specifier: str) -> bool:
+    public = public_version(version)
+    return public is not None and public in SpecifierSet(specifier)
+
+
+def _suits(wheel: TorchWheel, capability: tuple[int, int] | None) -> bool:
+    return capability is None or _tuple(wheel.oldest) <= capability <= _tuple(wheel.newest)
+
+
+def _cuda_wheel(facts: Environment, gpu: Gpu) -> tuple[str, list[str]]:
+    """Return the fix that installs a torch wheel for this driver and GPU, and its command."""
     shield = read_shield()
     for wheel in shield.wheels:
         # The table begins with the newest wheels.
-        cuda = Version(re.sub(r"[^\d.].*$", "", wheel.cuda.lstrip("=<>~")))
-        oldest_driver = next((entry.driver for entry in shield.cuda if entry.major == cuda.major), 0)
-        suits = capability is None or _tuple(wheel.oldest) <= capability <= _tuple(wheel.newest)
-        if driver >= oldest_driver and suits:
-            same = facts.torch is not None and _public(facts.torch.version) in SpecifierSet(wheel.torch)
-            wanted = f"torch=={_public(facts.torch.version)}" if same and facts.torch else f"torch{wheel.torch}"
+        cuda = re.sub(r"[^\d.].*$", "", wheel.cuda.lstrip("=<>~"))
+        oldest_driver = next((entry.driver for entry in shield.cuda if entry.major == _major(cuda)), 0)
+        if _major(gpu.driver) >= oldest_driver and _suits(wheel, gpu.capability):
+            torch = facts.torch
+            is_same = torch is not None and _fits(torch.version, wheel.torch)
+            wanted = f"torch=={public_version(torch.version)}" if torch and is_same else f"torch{wheel.torch}"
             command = pip_install(facts.python, "--force-reinstall", wanted, "--index-url", _INDEX + wheel.index)
-            return [command], f"install torch for CUDA {cuda}"
-    return [], "update the driver; no torch wheel supports this one"
+            return f"install torch for CUDA {cuda}", [command]
+    return "update the driver; no torch wheel supports this one", []
 
 
 def emulated_bf16(facts: Environment) -> Iterator[EnvironmentProblem]:
@@ -253,11 +239,11 @@ def torch_sees_gpu(facts: Environment) -> Iterator[EnvironmentProblem]:
     trial, torch, gpus = facts.trial("torch"), facts.torch, facts.machine.gpus
     hidden = facts.machine.variables.get("CUDA_VISIBLE_DEVICES")
     if (
-        trial is None
-        or torch is None
+        torch is None
         or torch.cuda is None
-        or not gpus
+        or trial is None
         or trial.facts.get("cuda_available") is not False
+        or not gpus
     ):
         return
     if hidden is not None:
@@ -279,14 +265,6 @@ def torch_sees_gpu(facts: Environment) -> Iterator[EnvironmentProblem]:
         )
 
 
-def _public(version: str) -> str:
-    """Return a version without a local part like +cpu; `0` if it is not a version."""
-    try:
-        return Version(version).public
-    except InvalidVersion:
-        return "0"
-
-
 def _major(version: str) -> int:
     found = re.match(r"\d+", version)
     return int(found[0]) if found else 0
@@ -295,7 +273,3 @@ def _major(version: str) -> int:
 def _tuple(dotted: str) -> tuple[int, int]:
     major, _, minor = dotted.partition(".")
     return int(major), int(minor or 0)
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"

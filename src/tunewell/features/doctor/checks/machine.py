@@ -18,7 +18,7 @@ _FEW_INODES = 1000
 
 def disks(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find full, read-only or nearly full disks. A file system that serves several purposes is reported once."""
-    seen: set[tuple[str, int]] = set()
+    seen: set[int] = set()
     for disk in facts.machine.disks:
         if not disk.is_writable:
             yield EnvironmentProblem(
@@ -28,20 +28,18 @@ def disks(facts: Environment) -> Iterator[EnvironmentProblem]:
                 "the run folder and its checkpoints are written there",
                 "change the owner or choose another folder with `run:` in the config or `--out`",
             )
-        is_full = disk.free_bytes < _FULL or (disk.free_inodes is not None and disk.free_inodes < _FEW_INODES)
+        has_few_inodes = disk.free_inodes is not None and disk.free_inodes < _FEW_INODES
+        is_full = disk.free_bytes < _FULL or has_few_inodes
         if not is_full and disk.free_bytes >= _LOW:
             continue
-        key = (disk.path, disk.free_bytes >> 20)
-        if key in seen or any(free == key[1] for _, free in seen):
+        if (free_mib := disk.free_bytes >> 20) in seen:
             continue
-        seen.add(key)
-        left = size_bytes(disk.free_bytes) + " are free"
-        if disk.free_inodes is not None and disk.free_inodes < _FEW_INODES:
-            left = f"{disk.free_inodes} inodes are free"
+        seen.add(free_mib)
+        left = f"{disk.free_inodes} inodes" if has_few_inodes else size_bytes(disk.free_bytes)
         yield EnvironmentProblem(
             "disk-full" if is_full else "disk-low",
             "broken" if is_full else "warning",
-            f"the disk of {disk.purpose} is {'full' if is_full else 'nearly full'}: {left} in `{disk.path}`",
+            f"the disk of {disk.purpose} is {'full' if is_full else 'nearly full'}: {left} are free in `{disk.path}`",
             "checkpoints, downloads and pip need space; a run stops when the disk is full",
             "delete what you do not need: old runs, `pip cache purge`, models in the hub cache (`hf cache ls`)",
         )

@@ -16,7 +16,11 @@ _SHARE = 0.5
 def hub_access(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find a configured model that is not on this machine while the hub is offline."""
     variables = facts.machine.variables
-    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(variables.get(name))]
+    offline = [
+        name
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        if variables.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+    ]
     missing = [model for model in facts.models if model.is_configured and model.origin == "hub" and model.path is None]
     if facts.is_training:
         return  # loading the model reports it
@@ -42,10 +46,6 @@ def hub_access(facts: Environment) -> Iterator[EnvironmentProblem]:
             "check the network, a proxy (`HTTPS_PROXY`) or a mirror (`HF_ENDPOINT`); or set `model:` to a folder",
             evidence=["yuruotong1/autoMate#104"],
         )
-
-
-def _is_on(value: str | None) -> bool:
-    return value is not None and value.upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def model_files(facts: Environment) -> Iterator[EnvironmentProblem]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from tunewell.core.optional import install_arguments
 from tunewell.core.units import count
-from tunewell.features.doctor.facts import Environment, ImportTrial, Package
+from tunewell.features.doctor.facts import Environment, ImportTrial, Package, public_version
 from tunewell.features.doctor.findings import EnvironmentProblem, pip_install, pip_uninstall
 from tunewell.features.doctor.packages import STACK, normalize
 
@@ -92,9 +92,8 @@ def training_packages(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find the packages that training needs and that are not installed. Other commands work without them."""
     if not facts.is_training:
         return
-    damaged = {package.name for package in facts.packages if package.problem} | set(facts.without_metadata)
-    missing = [name for name in ("torch", "transformers", "safetensors") if name not in facts.versions]
-    missing = [name for name in missing if name not in damaged]
+    usable = facts.versions.keys() | facts.damaged
+    missing = [name for name in ("torch", "transformers", "safetensors") if name not in usable]
     if missing:
         yield EnvironmentProblem(
             "training-packages",
@@ -113,7 +112,16 @@ def metadata(facts: Environment) -> Iterator[EnvironmentProblem]:
         if package.problem is None:
             usable[package.name, str(Path(package.folder).parent)].append(package)
         else:
-            yield _broken_metadata(facts, package)
+            yield EnvironmentProblem(
+                "metadata-broken",
+                "broken" if package.name in STACK else "warning",
+                f"the metadata of {package.name} {package.version} is broken: {package.problem}",
+                "an installation or removal broke off; pip and other packages cannot tell which version is installed",
+                "remove the folder and install the package again",
+                [f"rm -r {shlex.quote(package.folder)}", _reinstall(facts, package.name, package.version)],
+                frozenset({package.name}),
+                [package.folder],
+            )
     for (name, _), packages in usable.items():
         # Debian writes the metadata of one version in two formats.
         if len({package.version for package in packages}) > 1:
@@ -126,7 +134,7 @@ def metadata(facts: Environment) -> Iterator[EnvironmentProblem]:
                 "remove both and install one",
                 [
                     *(f"rm -r {shlex.quote(package.folder)}" for package in packages[:-1]),
-                    pip_install(facts.python, "--force-reinstall", "--no-deps", f"{name}=={packages[-1].version}"),
+                    _reinstall(facts, name, packages[-1].version),
                 ],
                 frozenset({name}),
                 [package.folder for package in packages],
@@ -138,7 +146,7 @@ def metadata(facts: Environment) -> Iterator[EnvironmentProblem]:
             f"{name} {version} has files but no metadata".replace("  ", " "),
             "other packages ask the metadata for its version and fail: PackageNotFoundError",
             "install it again",
-            [pip_install(facts.python, "--force-reinstall", "--no-deps", _requirement(name, version))],
+            [_reinstall(facts, name, version)],
             frozenset({name}),
         )
     yield from _elsewhere(facts)
@@ -154,29 +162,10 @@ def metadata(facts: Environment) -> Iterator[EnvironmentProblem]:
         )
 
 
-def _broken_metadata(facts: Environment, package: Package) -> EnvironmentProblem:
-    is_ours = package.name in STACK
-    return EnvironmentProblem(
-        "metadata-broken",
-        "broken" if is_ours else "warning",
-        f"the metadata of {package.name} {package.version} is broken: {package.problem}",
-        "an installation or removal broke off; pip and other packages cannot tell which version is installed",
-        "remove the folder and install the package again",
-        [
-            f"rm -r {shlex.quote(package.folder)}",
-            pip_install(facts.python, "--force-reinstall", "--no-deps", _requirement(package.name, package.version)),
-        ],
-        frozenset({package.name}),
-        [package.folder],
-    )
-
-
-def _requirement(name: str, version: str) -> str:
-    """Return the requirement of this version; a local part like +cpu is on no package index."""
-    try:
-        return f"{name}=={Version(version).public}"
-    except InvalidVersion:
-        return name
+def _reinstall(facts: Environment, name: str, version: str) -> str:
+    public = public_version(version)
+    wanted = f"{name}=={public}" if public else name
+    return pip_install(facts.python, "--force-reinstall", "--no-deps", wanted)
 
 
 def _elsewhere(facts: Environment) -> Iterator[EnvironmentProblem]:
@@ -210,11 +199,7 @@ def files(facts: Environment) -> Iterator[EnvironmentProblem]:
                 f"{count(package.files, 'file')} are missing or empty",
                 "an installation broke off, on a full disk for example, or files were deleted",
                 "install it again",
-                [
-                    pip_install(
-                        facts.python, "--force-reinstall", "--no-deps", _requirement(package.name, package.version)
-                    )
-                ],
+                [_reinstall(facts, package.name, package.version)],
                 frozenset({package.name}),
                 list(package.missing[:3]),
             )
@@ -223,8 +208,7 @@ def files(facts: Environment) -> Iterator[EnvironmentProblem]:
 def requirements(facts: Environment) -> Iterator[EnvironmentProblem]:
     """Find unmet requirements of the stack and of its requirements, as `pip check` does for all packages."""
     packages = {package.name: package for package in reversed(facts.packages) if package.problem is None}
-    versions = facts.versions
-    damaged = {package.name for package in facts.packages if package.problem} | set(facts.without_metadata)
+    versions, damaged = facts.versions, facts.damaged
     left, seen = [name for name in STACK if name in packages], set(STACK)
     unmet: dict[str, list[tuple[Package, Requirement]]] = defaultdict(list)
     while left:
@@ -290,7 +274,7 @@ def _compiled_for_other_torch(facts: Environment, packages: list[Package]) -> En
         # The index has CUDA builds only, which do not load beside a CPU build of torch.
         [pip_uninstall(facts.python, name) for name in names]
         if torch.endswith("+cpu")
-        else [pip_install(facts.python, "--upgrade", *names, f"torch=={Version(torch).public}")],
+        else [pip_install(facts.python, "--upgrade", *names, f"torch=={public_version(torch)}")],
         frozenset({*names, "transformers", "trl", "peft"}),
         ["huggingface/diffusers#9109", "huggingface/autotrain-advanced#692"],
     )
@@ -304,7 +288,18 @@ def numpy_abi(facts: Environment) -> Iterator[EnvironmentProblem]:
             culprit = normalize(trial.culprit or trial.name)
             name = trial.name if culprit == "numpy" else culprit
             if name not in seen:
-                yield _compiled_for_other_numpy(facts, trial, name)
+                version, numpy = facts.versions.get(name, ""), facts.versions.get("numpy", "?")
+                yield EnvironmentProblem(
+                    "numpy-abi",
+                    "broken",
+                    f"{name} {version} was compiled for another NumPy than {numpy}".replace("  ", " "),
+                    f"importing {trial.name} fails, or works without NumPy",
+                    f"install a newer {name}; or, if a script needs this {name}, an older NumPy: "
+                    '`pip install "numpy<2"`',
+                    [pip_install(facts.python, "--upgrade", name)],
+                    frozenset({name, trial.name, "numpy"}),
+                    [trial.error, "NVIDIA/dgx-spark-playbooks#13", "jimmc414/onefilellm#26"],
+                )
             seen.add(name)
 
 
@@ -319,20 +314,6 @@ def failed_imports(facts: Environment) -> Iterator[EnvironmentProblem]:
             continue
         explained |= {trial.name, culprit}
         yield _import_error(facts, trial, culprit)
-
-
-def _compiled_for_other_numpy(facts: Environment, trial: ImportTrial, name: str) -> EnvironmentProblem:
-    numpy = facts.versions.get("numpy", "?")
-    return EnvironmentProblem(
-        "numpy-abi",
-        "broken",
-        f"{name} {facts.versions.get(name, '')} was compiled for another NumPy than {numpy}".replace("  ", " "),
-        f"importing {trial.name} fails, or works without NumPy",
-        f'install a newer {name}; or, if a script needs this {name}, an older NumPy: `pip install "numpy<2"`',
-        [pip_install(facts.python, "--upgrade", name)],
-        frozenset({name, trial.name, "numpy"}),
-        [trial.error or "", "NVIDIA/dgx-spark-playbooks#13", "jimmc414/onefilellm#26"],
-    )
 
 
 def _import_error(facts: Environment, trial: ImportTrial, culprit: str) -> EnvironmentProblem:

@@ -127,6 +127,7 @@ class SentenceTransformer:
     def embed(self, texts: list[str], *, is_query: bool = False, on_batch: OnBatch | None = None) -> np.ndarray:
         """Return one vector of length one per text. Texts of similar length are computed together."""
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
         prompt = self._prompts.get("query" if is_query else "document", "")
         self._tokenizer.enable_truncation(self.max_tokens + 2)
@@ -139,14 +140,13 @@ class SentenceTransformer:
         order = sorted(range(len(texts)), key=lambda index: -len(ids[index]))
         start = 0
         while start < len(order):
-            longest = max(len(ids[order[start]]), 1)
+            longest = len(ids[order[start]])
             batch = order[start : start + max(1, _BATCH_TOKENS // longest)]
             start += len(batch)
-            tokens = torch.zeros((len(batch), longest), dtype=torch.long)
-            mask = torch.zeros((len(batch), longest), dtype=torch.long)
-            for row, index in enumerate(batch):
-                tokens[row, : len(ids[index])] = torch.tensor(ids[index])
-                mask[row, : len(ids[index])] = 1
+            rows = [torch.tensor(ids[index]) for index in batch]
+            tokens, mask = (
+                pad_sequence(values, batch_first=True) for values in (rows, [torch.ones_like(row) for row in rows])
+            )
             with torch.inference_mode():
                 tokens, mask = tokens.to(model.device), mask.to(model.device)
                 hidden = model(input_ids=tokens, attention_mask=mask).last_hidden_state

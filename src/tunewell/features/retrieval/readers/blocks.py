@@ -37,6 +37,11 @@ class ParsedDocument:
     title: str | None = None
     notes: list[str] = field(default_factory=list[str])
 
+    @property
+    def first_heading(self) -> str | None:
+        """The first heading of level 1, which is the title of most documents."""
+        return next((block.text for block in self.blocks if block.level == 1), None)
+
 
 class Unreadable(Exception):
     """A document without usable text. `reason` is a key of `documents.SKIP_REASONS`."""

@@ -60,8 +60,7 @@ def read_docx(data: bytes) -> ParsedDocument:
         flush()
         document.blocks.append(TextBlock("heading", text, level) if level else TextBlock("text", text))
     flush()
-    first = next((block.text for block in document.blocks if block.level == 1), None)
-    document.title = first or document.title
+    document.title = document.first_heading or document.title
     return document
 
 

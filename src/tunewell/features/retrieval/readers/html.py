@@ -40,8 +40,7 @@ def read_html(data: bytes) -> ParsedDocument:
     body = page.body or page.root
     if body is not None:
         document.blocks = _Walk(_layout_tables(page)).blocks(body)
-    first = next((block.text for block in document.blocks if block.level == 1), None)
-    document.title = first or document.title or None
+    document.title = document.first_heading or document.title or None
     return document
 
 

@@ -21,7 +21,7 @@ def read_markdown(data: bytes) -> ParsedDocument:
     lines = split_lines(text)
     title, first = _front_matter(lines)
     document = ParsedDocument([block for block in _blocks(lines, first) if block.text], title, notes)
-    document.title = title or next((block.text for block in document.blocks if block.level == 1), None)
+    document.title = title or document.first_heading
     return document
 
 

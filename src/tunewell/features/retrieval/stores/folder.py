@@ -104,7 +104,11 @@ class FolderStore:
         folder = Path(address).expanduser()
         if folder.is_file():
             raise UserError(f"`{folder}` is a file, not a folder", fix="choose another folder with `--out`")
-        if folder.is_dir() and not (folder / INDEX).exists() and any(not _is_ours(path) for path in folder.iterdir()):
+        if (
+            folder.is_dir()
+            and not (folder / INDEX).exists()
+            and any(not path.name.startswith((_LOCK, _STAGED, _DATA, ".work")) for path in folder.iterdir())
+        ):
             raise UserError(f"`{folder}` is not empty and not an index", fix="choose another folder with `--out`")
         make_private(folder)
         return FolderLock.take(folder / _LOCK, doing="writing this index")
@@ -338,7 +342,3 @@ def _quiet_panics() -> Generator[None, None, None]:
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-
-
-def _is_ours(path: Path) -> bool:
-    return path.name == _LOCK or path.name.startswith((_STAGED, _DATA, ".work"))

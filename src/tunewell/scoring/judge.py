@@ -11,22 +11,21 @@ key          answer                                    result
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.resources import files
 
 from tunewell.core.text import SPACELESS_LETTER, fold, function_words
-from tunewell.evaluation.answer_keys import AnswerKey, polarity, split_tokens
-from tunewell.evaluation.answer_values import Value, find_values
-from tunewell.evaluation.matching import is_refusal, match, stands_alone
-
-JUDGE = "answer keys, version 2"
-"""Name of this judge in reports. Change the number when equal answers are judged differently."""
+from tunewell.scoring.answer_keys import ASKS_POLAR, AnswerKey, polarity, split_tokens
+from tunewell.scoring.answer_values import Value, find_values
+from tunewell.scoring.matching import is_refusal, match, stands_alone
 
 Span = tuple[int, int]
 
 _CLAUSE_END = re.compile(r"[.;:!?\n。；！？](?!\d)|,|，|\b(?:but|however|although|sondern|mais|pero|sino|ma|mas)\b")
 _DENIED_BEFORE = re.compile(
     r"\b(?:not|never|isn't|wasn't|aren't|weren't|doesn't|don't|didn't|cannot|can't|won't|no longer|nor|neither|"
-    r"no es|no era|no fue|instead of|rather than|other than|except|"
+    r"no es|no era|no fue|instead of|rather than|other than|except|anything but|far from|hardly|scarcely|barely|"
+    r"used to be|formerly|myth that|untrue that|false that|wrong that|ليس|ليست|لم|"
     r"nicht|kein\w*|statt|pas|jamais|plutôt que|nunca|non|não|niet|geen|не)\s"
     # "not later than 15 January" and "cannot apply after 15 January" affirm the date.
     r"(?!.*\b(?:later|after|past|beyond|until|till|before|only|just|exceed|nach|vor|après|avant|después|antes|dopo|"
@@ -48,6 +47,9 @@ _ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(?:is\s+)?([^\n]+)", re.I
 _FIRST_CLAUSE = re.compile(r"[.,;:!?()\[\]\n。，、！？；：-]+")
 
 
+_VERSION = re.compile(r"\b(?:version|release|v)\s?\d|\bversion\b", re.IGNORECASE)
+
+
 @dataclass(frozen=True)
 class Judgement:
     """The result of judging one answer."""
@@ -66,7 +68,8 @@ class Judgement:
 
 def judge(answer: str, key: AnswerKey) -> Judgement:
     """Judge an answer by the key of its question."""
-    text = fold(answer).strip()
+    # "but" begins a clause, except here.
+    text = re.sub(r"\b(?:anything|all) but\b", "never", fold(answer)).strip()
     refuses = is_refusal(text, is_answer=True)
     if key.is_refusal:
         return Judgement(refuses, refuses, "a refusal is expected")
@@ -89,6 +92,8 @@ def contains_key(text: str, key: AnswerKey) -> bool:
 
 
 def _is_right(text: str, key: AnswerKey) -> tuple[bool, str]:
+    if contrary := _contradicts(text, key):
+        return False, contrary
     if key.is_polar:
         said = _said_polarity(text, key)
         return said is not None and any(
@@ -113,17 +118,143 @@ def _problem(text: str, part: str, key: AnswerKey) -> str | None:
         return None if match(text, part).contains else f"{part} is missing"
     places = list(_find(text, part, key))
     if not places:
-        return f"{part} is missing"
-    stated = [place for place in places if not _is_denied(text, place)]
+        sides = {group: side for group, side in _sides(fold(part)).items() if side}
+        # "prohibited" for "not allowed"
+        return None if sides and sides.items() <= _sides(text).items() else f"{part} is missing"
+    stated = [place for place in places if not _is_denied(text, place) and not _is_asked(text, place)]
     if not stated:
         return f"{part} is denied"
-    return None if any(not _is_one_of_several(text, place, key) for place in stated) else f"{part} is one of several"
+    if all(_is_one_of_several(text, place, key) for place in stated):
+        return f"{part} is one of several"
+    if any(
+        _bound(text, place) * _bound(fold(key.reference), own) < 0 for place in stated for own in _find_all(part, key)
+    ):
+        return f"{part} is the other bound"
+    rival = _stated_rival(text, stated, key)
+    return f"{rival} is stated too" if rival else None
+
+
+def _find_all(part: str, key: AnswerKey) -> list[Span]:
+    return list(_find(fold(key.reference), part, key))
+
+
+def _is_asked(text: str, place: Span) -> bool:
+    """Return True if the sentence of a place is a question."""
+    end = re.search(r"[.!?\n](?!\d)", text[place[1] :])
+    return end is not None and end[0] == "?"
+
+
+_AT_LEAST = re.compile(
+    r"\b(?:at least|no (?:less|fewer) than|more than|over|above|from|minimum(?: of)?|mindestens|au moins|al menos|>=?)"
+    r"\s+(?:\S+\s+){0,1}$"
+)
+_AT_MOST = re.compile(
+    r"\b(?:at most|no more than|not more than|less than|fewer than|under|below|up to|maximum(?: of)?|höchstens|au plus|"
+    r"como máximo|<=?)\s+(?:\S+\s+){0,1}$"
+)
+
+
+def _bound(text: str, place: Span) -> int:
+    """Return 1 if a value is a lower bound (`at least 3`), -1 if it is an upper bound, and 0 if it is neither."""
+    before, after = _clause_around(text, place)
+    # "no less than 3" and "not more than 3" are found by their longer forms first.
+    if re.search(r"\bno(?:t)? more than\s+(?:\S+\s+)?$", before) or re.match(r"\W*or (?:less|fewer|under)\b", after):
+        return -1
+    if re.search(r"\bno(?:t)? (?:less|fewer) than\s+(?:\S+\s+)?$", before) or re.match(r"\W*or more\b", after):
+        return 1
+    return 1 if _AT_LEAST.search(before) else -1 if _AT_MOST.search(before) else 0
+
+
+def _stated_rival(text: str, stated: list[Span], key: AnswerKey) -> str | None:
+    """Return a rival that an answer states in the same way as the key: `It is red. It is blue.`"""
+    own_words = set[str]()
+    for place in stated:
+        own_words |= _rest_of_clause(text, place)
+    known = own_words | {fold(token.text) for token in split_tokens(key.question)}
+    for rival in key.rivals:
+        if fold(rival) not in text:
+            continue
+        places = [
+            span
+            for span in _find(text, rival, key)
+            if all(span[1] <= place[0] or span[0] >= place[1] for place in stated)
+            and not _is_denied(text, span)
+            and not _is_asked(text, span)
+        ]
+        others = {word for one in (*key.rivals, key.text) for word in fold(one).split()}
+        if any(_rest_of_clause(text, span) <= known | others for span in places) and not _is_in(
+            key.reference, rival, key
+        ):
+            return rival
+    return None
+
+
+def _is_in(reference: str, part: str, key: AnswerKey) -> bool:
+    return any(_find(fold(reference), part, key))
+
+
+def _rest_of_clause(text: str, place: Span) -> set[str]:
+    """Return the content words of the clause around a place."""
+    before, after = _clause_around(text, place)
+    common = function_words()["en"] | _PLAIN
+    return {word for token in split_tokens(f"{before} {after}") if (word := fold(token.text)) not in common}
+
+
+_PLAIN = frozenset("a i in is for on by and with as or from do if it its also maybe perhaps possibly".split())  # noqa: SIM905
+
+
+@cache
+def _opposites() -> dict[str, tuple[int, int]]:
+    """Return the group and the side (1 or -1) of each word of `opposites.txt`."""
+    found: dict[str, tuple[int, int]] = {}
+    lines = files("tunewell.scoring").joinpath("opposites.txt").read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(line for line in lines if not line.startswith("#")):
+        for side, words in zip((1, -1), line.split("|"), strict=True):
+            found |= dict.fromkeys(words.split(), (number, side))
+    return found
+
+
+def _sides(text: str) -> dict[int, int]:
+    """Return the side that a text takes in each pair of opposites, with `not` and the like; 0 if it takes both."""
+    found: dict[int, int] = {}
+    for word in re.finditer(r"[^\W\d_]+", text):
+        if (entry := _opposites().get(word[0])) is not None:
+            group, side = entry
+            negated = re.search(
+                r"\b(?:not|never|no|isn't|aren't|wasn't|weren't|cannot)\s+(?:\w+\s)?$", text[: word.start()]
+            )
+            side = -side if negated else side
+            found[group] = side if found.get(group, side) == side else 0
+    return found
+
+
+def _contradicts(text: str, key: AnswerKey) -> str | None:
+    """Return why an answer contradicts the reference although it has its words: an opposite, or names exchanged."""
+    if not key.reference:
+        return None
+    reference = fold(key.reference)
+    asked, expected, said = _sides(fold(key.question)), _sides(reference), _sides(text)
+    for group, side in expected.items():
+        # "Before or after?": both sides in the question are no contradiction.
+        if side and said.get(group) == -side and (group not in asked or asked[group]):
+            return "says the opposite"
+    words, own = ([token.word for token in split_tokens(one)] for one in (text, reference))
+    if (
+        len(own) > 2
+        and words != own
+        and sorted(words) == sorted(own)
+        and not re.search(r"\b(?:and|or|und|et|y)\b|,", reference)
+    ):
+        return "has the words in another order"
+    return None
 
 
 def _find(text: str, part: str, key: AnswerKey) -> Iterator[Span]:
     """Yield the places of a part in an answer, as the same words or as the same date or number."""
     values = find_values(part)
     is_value = len(values) == 1 and not re.sub(r"\W", "", part[: values[0].start] + part[values[0].end :])
+    # Versions are texts: 1.1 is not 1.10.
+    is_value = is_value and not (values[0].kind == "number" and _VERSION.search(f"{key.question} {key.reference}"))
     known = _known_words(key.question) if is_value else frozenset[str]()
     if is_value:
         yield from ((value.start, value.end) for value in find_values(text) if values[0].equals(value, known))
@@ -209,9 +340,8 @@ def _said_polarity(text: str, key: AnswerKey) -> str | None:
         said = [found] if (found := polarity(word)) else said
     if len(said) == 1:
         return said[0]
-    if said or key.origin != "derived":
-        return None
-    return _implied_polarity(text, key)
+    is_asked = key.origin == "derived" or ASKS_POLAR.match(key.question)
+    return _implied_polarity(text, key) if is_asked and not said else None
 
 
 def _ends(clause: str) -> list[str]:

@@ -21,8 +21,9 @@ from typing import Literal
 
 from tunewell.core.text import SPACELESS, detect_language, fold, function_words
 from tunewell.core.units import count
-from tunewell.evaluation.answer_values import Value, find_values
-from tunewell.evaluation.matching import is_refusal, is_short_reference
+from tunewell.scoring.answer_values import Value, find_values
+from tunewell.scoring.base import ReferenceRow
+from tunewell.scoring.matching import is_refusal, is_short_reference
 
 Origin = Literal["answers", "value", "derived", "whole reference"]
 
@@ -39,6 +40,7 @@ _SHARED = 0.5
 _NEARLY_ALL = 0.95
 """The same share if no word is below `_SHARED`, because most references have the same value."""
 _SAMPLE = 200
+_MAX_VALUES = 12
 _WORD = re.compile(rf"[{SPACELESS}]|[^\W_]+(?:['’-][^\W_]+)*")
 _ENGLISH = "a i in is for on by and with as or from do if not no am im out up each per until since"
 """English function words that `function_words.txt` lacks, because they are also keywords of programming languages."""
@@ -63,21 +65,9 @@ _ASKS_NAME = re.compile(
 _ASKS_PERSON = re.compile(r"\b(who|whom|whose|wer|wen|wem|qui|quién|chi|quem)\b", re.IGNORECASE)
 _PERSON = re.compile(r"(?!(?:Dr|Prof|Professor|Mrs?|Ms)\b)[^\W\d_a-zß-ÿ][\w'’-]+(?:.*\s[^\W\d_a-zß-ÿ][\w'’-]*)?")
 """From the first to the last capitalised word, without a title."""
-_ASKS_POLAR = re.compile(
+ASKS_POLAR = re.compile(
     r"\s*(?:is|are|was|were|do|does|did|can|could|will|would|should|may|must|has|have|had)\b(?!.*\bor\b)", re.IGNORECASE
 )
-
-
-@dataclass(frozen=True)
-class ReferenceRow:
-    """A question and its reference, with the accepted answers of the row if it has some."""
-
-    question: str
-    reference: str
-    answers: tuple[str, ...] = ()
-    """The column `answers` or `value` of the row: an answer is right if it contains one of them."""
-    origin: Literal["answers", "value"] = "answers"
-    """The column of `answers`."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +106,13 @@ def answer_keys(rows: Sequence[ReferenceRow], *, others: Sequence[str] = ()) -> 
     frames = _Frames([*(row.reference for row in rows), *(_CITATION.sub("", text) for text in others)])
     keys = [_given_key(row) or _marked_key(row) or _derived_key(row, frames) for row in rows]
     texts = {frames.number(key.reference): key.accepted[0][0] for key in keys if _is_rival(key)}
+    values = Counter(key.accepted[0][0] for key in keys if _is_rival(key))
+    # A few values that nearly all rows have, such as colours, are rivals whatever the form of their references is.
+    is_few = 2 <= len(values) <= _MAX_VALUES and values.total() >= max(3 * len(values), len(keys) / 2)
     found = []
     for key in keys:
-        rivals = {texts[other] for other in frames.similar(key.reference) if other in texts} - {key.text}
+        similar = {texts[other] for other in frames.similar(key.reference) if other in texts}
+        rivals = (similar | set(values if is_few and _is_rival(key) else ())) - {key.text}
         found.append(replace(key, rivals=tuple(sorted(rivals))))
     return found
 
@@ -357,7 +351,7 @@ def polarity(text: str) -> str | None:
 
 def _polar_statement(row: ReferenceRow) -> str | None:
     """Return yes or no for a reference that affirms or denies a yes-or-no question and adds nothing."""
-    if not _ASKS_POLAR.match(row.question):
+    if not ASKS_POLAR.match(row.question):
         return None
     return (
         "no" if _NEGATIONS & {fold(word) for word in _WORD.findall(row.reference)} or "n't" in row.reference else "yes"

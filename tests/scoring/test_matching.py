@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tunewell.core.text import split_words
-from tunewell.evaluation.matching import SHORT_WORDS, is_short_reference, match
+from tunewell.scoring.matching import SHORT_WORDS, is_short_reference, match
 
 WORDS = st.text(alphabet="abcdefghij 0123456789.,%$-'äß北京ไทย\n", max_size=30)
 

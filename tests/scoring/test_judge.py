@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tunewell.evaluation.answer_keys import AnswerKey, ReferenceRow, answer_keys
-from tunewell.evaluation.answer_values import find_values
-from tunewell.evaluation.judge import contains_key, judge
-from tunewell.evaluation.matching import is_refusal
+from tunewell.scoring.answer_keys import AnswerKey, ReferenceRow, answer_keys
+from tunewell.scoring.answer_values import find_values
+from tunewell.scoring.judge import contains_key, judge
+from tunewell.scoring.matching import is_refusal
 
 COLLEGE = Path(__file__).parents[2] / "examples" / "college"
 SHARED = Path(os.environ.get("TUNEWELL_SHARED", Path(__file__).parents[3] / "shared")) / "data"

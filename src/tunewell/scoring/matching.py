@@ -76,7 +76,7 @@ def is_refusal(text: str, *, is_answer: bool = False) -> bool:
 
 @cache
 def _refusals() -> re.Pattern[str]:
-    table = files("tunewell.evaluation").joinpath("refusals.txt").read_text(encoding="utf-8")
+    table = files("tunewell.scoring").joinpath("refusals.txt").read_text(encoding="utf-8")
     patterns = [line.partition(": ")[2] for line in table.splitlines() if not line.startswith("#")]
     return re.compile("|".join(patterns).replace("SOURCES", _SOURCES))
 
@@ -108,7 +108,10 @@ def _contains(answer: str, found: str, expected: str) -> bool:
     first = _first_clause(answer)
     if len(expected) == 1 and expected.isascii() and expected.isalpha():
         # A single letter must be a choice: "B", "B) Paris", "The answer is B.", but not the "a" of "a cat".
-        named = rf"{expected}|.*\b(is|option|answer|choice) {expected}|(option|answer|choice) {expected}\b.*"
+        named = (
+            rf"{expected}(?: (?:because|since|as)\b.*)?|.*\b(is|option|answer|choice) {expected}"
+            rf"|(option|answer|choice) {expected}\b.*"
+        )
         return re.fullmatch(named, first) is not None
     if _POLAR.fullmatch(expected):
         return f" {first} ".startswith(f" {expected} ") or first.endswith(f" {expected}")

@@ -4,6 +4,7 @@
 8:30 pm = 20:30                                                         +49 171 5551234 = +49-171-555-1234
 """
 
+import math
 import re
 import unicodedata
 import zlib
@@ -70,6 +71,12 @@ _UNITS = {
     "mo": "month months monat monate monaten mois mes meses",
     "y": "year years jahr jahre jahren an ans año años",
 }
+_AMOUNTS = {
+    **{"km": ("m", 1000.0), "cm": ("m", 0.01), "mm": ("m", 0.001), "mi": ("m", 1609.344)},
+    **{"kg": ("g", 1000.0), "min": ("s", 60.0), "h": ("s", 3600.0), "d": ("s", 86_400.0), "w": ("s", 604_800.0)},
+    **{"y": ("mo", 12.0), "%": ("", 0.01)},
+}
+"""Units with the base unit of their kind, and how much of it they are. A percentage is a share of one."""
 _UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names.split()}
 _SCALES = {"k": 1e3, "thousand": 1e3, "tausend": 1e3, "million": 1e6, "millions": 1e6, "mio": 1e6, "billion": 1e9}
 _NUMBER_NAMES = (
@@ -79,9 +86,23 @@ _NUMBER_NAMES = (
 _SMALL, _TENS = (names.split() for names in _NUMBER_NAMES.split("/"))
 _WORD_NUMBERS = {name: number for number, name in enumerate(_SMALL)}
 _WORD_NUMBERS |= {name: 10 * number for number, name in enumerate(_TENS, start=2)}
+_FRACTIONS = {
+    "half": 0.5,
+    "a half": 0.5,
+    "one half": 0.5,
+    "a quarter": 0.25,
+    "one quarter": 0.25,
+    "three quarters": 0.75,
+}
+_FRACTION = re.compile(
+    r"(?<![\w./,:-])(?P<above>\d{1,3})/(?P<below>[1-9]\d{0,2})(?![\w/]|[.,]\d)"
+    rf"|\b(?P<name>{'|'.join(sorted(_FRACTIONS, key=len, reverse=True))})\b(?!\s+(?:past|to|an?)\b)",
+    re.IGNORECASE,
+)
 _SPELLED = rf"(?:(?:{'|'.join(_TENS)})[- ](?:{'|'.join(_SMALL[1:10])})|{'|'.join([*_TENS, *_SMALL])})\b"
 _NUMBER = re.compile(
     r"(?:(?P<front>US\$|[$€£¥]|USD|EUR|GBP)\s?)?"
+    r"(?P<minus>\b(?:minus|negative)\s)?"
     r"(?P<digits>(?<![\w.,:/])(?>-?\d{1,3}(?:[,. '’]\d{3})+(?!\d)(?:[.,]\d+)?|-?\d+(?:[.,]\d+)?)"
     rf"|\b{_SPELLED})"
     r"(?![:/]\d|[.,]\d|-\d)"
@@ -120,11 +141,23 @@ class Value:
                 for mine in self.readings
                 for theirs in other.readings
             )
-        if not self.readings & other.readings:
+        if not self.is_same_amount(other):
             return False
-        if self.unit and other.unit:
-            return self.unit == other.unit
-        return not self.unit or not other.next_word or other.next_word in known
+        return bool(self.unit and other.unit) or not self.unit or not other.next_word or other.next_word in known
+
+    def is_same_amount(self, other: "Value") -> bool:
+        """Return True if two numbers are equal in some unit: 5 km and 5000 m, 50% and 0.5. A unit may be missing."""
+        if (self.unit == other.unit or not (self.unit and other.unit)) and self.readings & other.readings:
+            return True
+        (mine, factor), (theirs, other_factor) = (_AMOUNTS.get(one.unit, (one.unit, 1.0)) for one in (self, other))
+        # Without a unit, 5000 is not 5 km; but 0.5 is 50%.
+        if mine != theirs or self.unit == other.unit:
+            return False
+        return any(
+            math.isclose(one[0] * factor, two[0] * other_factor, rel_tol=1e-9)
+            for one in self.readings
+            for two in other.readings
+        )
 
     @property
     def token(self) -> str:
@@ -137,7 +170,13 @@ class Value:
 def find_values(text: str) -> tuple[Value, ...]:
     """Return the dates, times, numbers and contacts of a text in their order."""
     found: list[Value] = []
-    for pattern, read in ((_DATE, _date), (_TIME, _time), (_CONTACT, _contact), (_NUMBER, _number)):
+    for pattern, read in (
+        (_DATE, _date),
+        (_TIME, _time),
+        (_CONTACT, _contact),
+        (_FRACTION, _fraction),
+        (_NUMBER, _number),
+    ):
         values = [value for match in pattern.finditer(text) if (value := read(match)) is not None]
         found += [one for one in values if not any(old.start < one.end and one.start < old.end for old in found)]
     return tuple(sorted(found, key=lambda value: value.start))
@@ -182,8 +221,14 @@ def _contact(match: re.Match[str]) -> Value:
     return Value("contact", frozenset({(float(zlib.crc32(text.encode())),)}), "", *match.span())
 
 
+def _fraction(match: re.Match[str]) -> Value:
+    number = _FRACTIONS[match["name"].lower()] if match["name"] else int(match["above"]) / int(match["below"])
+    return Value("number", frozenset({(round(number, 6),)}), "", *match.span())
+
+
 def _number(match: re.Match[str]) -> Value | None:
     digits, scale = match["digits"], _SCALES.get((match["scale"] or "").lower(), 1.0)
+    scale = -scale if match["minus"] else scale
     numbers = _read_digits(digits)
     if not numbers:
         return None

@@ -1,0 +1,387 @@
+"""The reasons of a verdict: broken weights, faulty answers, no shown gain, too few right answers, damage."""
+
+import math
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tunewell.config.rules import VerdictRules
+from tunewell.core.text import shorten_line
+from tunewell.core.units import count, percent
+from tunewell.data.corpus.held_out import num_auto
+from tunewell.evaluation.intervals import PairedDifference
+from tunewell.evaluation.measurements import (
+    FEW_QUESTIONS,
+    Measurements,
+    quote_answer,
+    short_loss,
+    suggest_rate,
+)
+from tunewell.records.manifest import MIN_TO_JUDGE
+from tunewell.records.report import Reason
+
+SAME_LOGITS = 1e-4
+"""Largest logit difference that can be a rounding error: a logit of 20 in fp32 is exact to 2e-6, and even a short
+training changes logits by hundredths."""
+HALF = 0.5
+"""Share of faulty answers from which the verdict is FAIL."""
+MIN_FAULTY = 2
+"""Minimum number of faulty answers for a reason, unless `verdict.max_faults` is 0: a single one may be chance."""
+MIN_NONE_RIGHT = 20
+"""Number of questions of which one must be right: with 20 wrong answers, fewer than 14% are right (95% interval)."""
+
+_Level = Literal["WEAK", "FAIL"]
+
+
+# A model that cannot be measured.
+
+
+def broken(measured: Measurements) -> Iterator[Reason]:
+    """Yield the reasons that explain everything else: weights or losses that are not finite, or no change at all."""
+    path = shlex.quote(measured.model_path)
+    if measured.bad_weights:
+        values = sum(measured.bad_weights.values())
+        names = [f"{shorten_line(name)} ({count(number)})" for name, number in measured.bad_weights.items()]
+        yield Reason(
+            code="weights_not_finite",
+            level="FAIL",
+            what=f"{count(values, 'value')} in {count(len(names), 'tensor')} of the model "
+            f"{'is' if values == 1 else 'are'} not finite (NaN or infinite).",
+            example=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+            next=f"Try an earlier checkpoint: `tunewell validate {path} --checkpoint STEP`. Or set "
+            f"`train.precision: fp32` and {suggest_rate(measured, 1 / 3)}, and train again.",
+        )
+    pairs = [pair for pair in (measured.held_out, *measured.by_source, measured.everyday) if pair is not None]
+    bad = [pair.name for pair in pairs if not math.isfinite(pair.tuned)]
+    if measured.change is not None and math.isnan(measured.change.largest):
+        bad.append("the logits")
+    if bad:
+        yield Reason(
+            code="loss_not_finite",
+            level="FAIL",
+            what=f"{count(len(bad), 'measurement')} of the tuned model {'is' if len(bad) == 1 else 'are'} not finite "
+            "(NaN or infinite).",
+            example=", ".join(shorten_line(name) for name in bad[:5]),
+            next=f"Validate on the CPU, in fp32: `tunewell validate {path} --device cpu`. If that does not help, set "
+            f"{suggest_rate(measured, 1 / 3)} and train again.",
+        )
+    change = measured.change
+    if change is not None and change.prompts > 0 and change.largest <= SAME_LOGITS:
+        cause = "the adapter is empty or was not applied" if measured.is_adapter else "training changed nothing"
+        yield Reason(
+            code="nothing_changed",
+            level="FAIL",
+            what=f"On {count(change.prompts, 'prompt')} no logit differs from the base model's by more than "
+            f"{change.largest:.1g}: {cause}.",
+            next="Check that the adapter was made for this base model and that `method.targets` names its layers."
+            if measured.is_adapter
+            else "Check that this is the folder of the trained model. If it is, set "
+            f"{suggest_rate(measured, 3)} and train again.",
+        )
+
+
+# Faulty answers.
+
+
+@dataclass(frozen=True)
+class _FaultKind:
+    """The reason code and the advice for one or more faults."""
+
+    code: str
+    faults: tuple[str, ...]
+    does: str
+    next: str
+
+
+_KINDS = (
+    _FaultKind(
+        "answers_nothing",
+        ("ends_at_once", "empty"),
+        "are empty",
+        "Run {inspect} and check that the replies are supervised, not only their end token. If they are, set {third}.",
+    ),
+    _FaultKind(
+        "loops",
+        ("loops",),
+        "repeat themselves",
+        "Set {third}. If the held-out loss is still falling, train longer (`train.epochs`).",
+    ),
+    _FaultKind(
+        "control_tokens",
+        ("control_tokens",),
+        "contain control tokens or continue as the user",
+        "Run {inspect} and check that the end of each turn is supervised. Use the chat template of the training "
+        "(`template.name`).",
+    ),
+    _FaultKind(
+        "never_stops",
+        ("no_stop",),
+        "do not stop before the length limit",
+        "Run {inspect} and check that the end of each turn is supervised. Allow longer answers with "
+        "`verdict.answer_tokens`, or train longer (`train.epochs`).",
+    ),
+    _FaultKind(
+        "echoes",
+        ("echo",),
+        "begin with the question",
+        "Set `template.learn_from: responses`, so that questions are not supervised, and run `tunewell prepare` again.",
+    ),
+    _FaultKind(
+        "other_language",
+        ("other_language",),
+        "are in the wrong language",
+        "Look for rows in that language in `data.sources`, or add rows with replies in the language of the question.",
+    ),
+)
+
+
+def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
+    """Yield a reason for each kind of fault that is too frequent, or for the most frequent if only the total is."""
+    questions, asked = measured.questions, len(measured.questions)
+    total = sum(bool(question.tuned.faults) for question in questions)
+    if not _is_too_many(total, asked, rules):
+        return
+    faulty = [[each for each in questions if set(each.tuned.faults) & set(kind.faults)] for kind in _KINDS]
+    most_frequent = max(faulty, key=len)
+    for kind, found in zip(_KINDS, faulty, strict=True):
+        number = len(found)
+        if not _is_too_many(number, asked, rules) and found is not most_frequent:
+            continue
+        # If no single kind affects half of the answers but all kinds together do, the most frequent kind is a FAIL.
+        fails = number >= HALF * asked or (total >= HALF * asked and found is most_frequent)
+        others = f"; {count(total)} have a fault of any kind" if total > number else ""
+        is_few = asked < FEW_QUESTIONS
+        few = f" With fewer than {FEW_QUESTIONS} questions this is not a FAIL." if fails and is_few else ""
+        yield Reason(
+            code=kind.code,
+            level="FAIL" if fails and not is_few else "WEAK",
+            what=f"{count(number)} of {count(asked, 'answer')} {kind.does}{others} "
+            f"(limit: {percent(rules.max_faults, 0)} faulty).{few}",
+            example=quote_answer(found[0]),
+            next=kind.next.format(inspect=measured.inspect_command, third=suggest_rate(measured, 1 / 3)),
+        )
+
+
+def _is_too_many(number: int, asked: int, rules: VerdictRules) -> bool:
+    is_enough = number >= min(MIN_FAULTY, asked) or rules.max_faults == 0
+    return number > rules.max_faults * asked and is_enough
+
+
+# Tasks with right answers.
+
+
+def right_answers(measured: Measurements) -> Iterator[Reason]:
+    """Yield the reasons of a task with right answers: none right, no better than the base model, or too few right."""
+    judged, right = measured.judged, measured.num_right()
+    asked, noun = len(judged), measured.noun
+    if not asked:
+        yield _unproven(measured, "Cannot tell: no held-out question can be judged.")
+        return
+    wrong = next((question for question in judged if not question.tuned.right), None)
+    example = quote_answer(wrong, with_reference=True) if wrong else None
+    if not right and asked >= MIN_NONE_RIGHT:
+        yield Reason(
+            code="none_right",
+            level="FAIL",
+            what=f"None of {count(asked)} {noun} is right.",
+            example=example,
+            next=f"Compare the answers with the references in the report. {_train_more(measured)}",
+        )
+        return
+    difference, constant = measured.difference, measured.constant
+    if difference is None:
+        yield _unproven(measured, "Cannot tell: there is no base model to compare with.", needs_base=True)
+    else:
+        base = measured.num_right(of_base=True)
+        numbers = f"{count(right)} of {count(asked)} {noun} right, {count(base)} with the base model"
+        limit = measured.min_right or 0.0
+        known = " The base model alone reaches the threshold: no training was needed." if base >= limit * asked else ""
+        yield from _compared(measured, difference, numbers, f"no better than the base model: {{}}.{known}", example)
+    if constant is not None:
+        lead = f'always answering "{shorten_line(constant.text, 40)}"'
+        numbers = f"{count(right)} of {count(asked)} {noun} right, {count(constant.right)} by {lead}"
+        found = constant.difference
+        lies_below = found.high <= 0 and found.p <= 0.05
+        yield from _level_of(
+            measured,
+            is_shown=found.low > 0 and found.p <= 0.05,
+            is_worse=lies_below,
+            what=f"no better than {lead}: {numbers}",
+            code="majority_only",
+            more=found.more_questions,
+            example=example,
+        )
+    if measured.min_right is not None and right < measured.min_right * asked:
+        yield Reason(
+            code="few_right",
+            level="WEAK",
+            what=f"{count(right)} of {count(asked)} {noun} right ({percent(right / asked, 0)}; minimum: "
+            f"{percent(measured.min_right, 0)}).",
+            example=example,
+            next=_train_more(measured),
+        )
+
+
+def _train_more(measured: Measurements) -> str:
+    return f"Train longer ({measured.longer_training}), add rows, or start from a larger base model."
+
+
+def _compared(
+    measured: Measurements, difference: PairedDifference, numbers: str, what: str, example: str | None
+) -> Iterator[Reason]:
+    yield from _level_of(
+        measured,
+        is_shown=difference.is_shown and difference.difference > 0,
+        is_worse=difference.is_shown and difference.difference < 0,
+        what=what.format(numbers),
+        code="no_better_than_base",
+        more=difference.more_questions,
+        example=example,
+    )
+
+
+def _level_of(
+    measured: Measurements,
+    *,
+    is_shown: bool,
+    is_worse: bool,
+    what: str,
+    code: str,
+    more: int | None,
+    example: str | None,
+) -> Iterator[Reason]:
+    """Yield FAIL if the model is worse than what it is compared with, UNPROVEN if no difference is shown."""
+    if is_shown:
+        return
+    what = what[:1].upper() + what[1:].rstrip(".") + "."
+    if is_worse:
+        yield Reason(
+            code=code,
+            level="FAIL",
+            what=what.replace("No better than", "Worse than", 1),
+            example=example,
+            next=f"Set {suggest_rate(measured, 1 / 3)}, and compare the answers side by side in the report.",
+        )
+        return
+    yield _unproven(measured, what, more=more, example=example, code=code)
+
+
+def _unproven(
+    measured: Measurements,
+    what: str,
+    *,
+    more: int | None = None,
+    example: str | None = None,
+    needs_base: bool = False,
+    code: str = "not_enough_evidence",
+) -> Reason:
+    """Return the reason of an UNPROVEN verdict, with the numbers of questions that were asked and that would decide."""
+    asked, held_out = len(measured.questions), measured.num_held_out
+    needed = f"; a difference of this size needs about {count(more)} more" if more else ""
+    numbers = f" {count(asked, 'question')} asked of {count(held_out, 'held-out row')}{needed}." if asked else ""
+    if needs_base:
+        step = (
+            f"Name the base model with `--base`: `tunewell validate {shlex.quote(measured.model_path)} --base MODEL`."
+        )
+    else:
+        step = _ask_more(measured, more)
+    return Reason(code=code, level="UNPROVEN", what=what + numbers, example=example, next=step)
+
+
+def _ask_more(measured: Measurements, more: int | None) -> str:
+    path, asked = shlex.quote(measured.model_path), len(measured.questions)
+    if measured.num_held_out > asked:
+        number = min(measured.num_held_out, asked + more if more else measured.num_held_out)
+        return f"Ask more of the held-out rows: `tunewell validate {path} --set verdict.questions={number}`."
+    if measured.test_file is not None:
+        return f"Use a test file with more rows: `tunewell validate {path} --data FILE`."
+    now = f"Test it on other questions: `tunewell validate {path} --data FILE`."
+    again = f"`tunewell train --out {shlex.quote(measured.model_path.rstrip('/') + '2')}`"
+    if measured.num_rows and num_auto(measured.num_rows) > asked:
+        number = num_auto(measured.num_rows)
+        return (
+            f"{now} Or hold out {count(number)} of {count(measured.num_rows, 'row')} (`data.held_out: auto`): {again}."
+        )
+    return f"{now} Or train longer ({measured.longer_training}), so that the difference is larger: {again}."
+
+
+# Tasks without right answers: the held-out loss decides.
+
+
+def held_out_loss(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
+    """Yield the reasons of a task without right answers, in which the held-out loss decides."""
+    pair, base, difference = measured.held_out, measured.base_loss, measured.loss_difference
+    if pair is None or pair.documents < MIN_TO_JUDGE:
+        number = pair.documents if pair is not None else 0
+        what = f"Cannot tell: {count(number)} held-out rows, at least {MIN_TO_JUDGE} are needed."
+        yield _unproven(measured, what)
+        return
+    if base is None or difference is None:
+        yield _unproven(measured, "Cannot tell: there is no base model to compare with.", needs_base=True)
+        return
+    losses = f"held-out loss {short_loss(base)} -> {short_loss(pair.tuned)} on {count(pair.documents, 'row')}"
+    advice = (
+        f"Run {measured.inspect_command} and check that the replies are supervised. If the training loss jumped, set "
+        f"{suggest_rate(measured, 1 / 3)}. If it hardly fell, raise `train.epochs`."
+    )
+    gain = 1 - pair.tuned / base if base > 0 else 0.0
+    if not difference.is_shown:
+        yield _unproven(
+            measured, f"No difference to the base model is shown: {losses}.", more=difference.more_questions
+        )
+    elif difference.difference < 0:
+        yield Reason(code="not_learned", level="FAIL", what=f"Worse than the base model: {losses}.", next=advice)
+    elif gain < rules.min_gain:
+        yield Reason(
+            code="little_gain",
+            level="WEAK",
+            what=f"The held-out loss is only {percent(gain)} lower than the base model's ({losses}; minimum: "
+            f"{percent(rules.min_gain)}).",
+            next=f"Train longer ({measured.longer_training}) or on more rows.",
+        )
+
+
+# Damage.
+
+_DAMAGE = {
+    "everyday text": ("forgets", "Worse on everyday text that the model knew before"),
+    "everyday instructions": ("forgets_instructions", "Follows fewer everyday instructions than before"),
+    "replies": ("refuses", "Refuses or ignores everyday questions that the base model answers"),
+}
+
+
+def damage(measured: Measurements) -> Iterator[Reason]:
+    """Yield a reason for each measure of forgetting beyond its limit."""
+    for found in measured.forgotten:
+        if found.is_damaged:
+            code, lead = _DAMAGE[found.name]
+            yield Reason(
+                code=code,
+                level="WEAK",
+                what=f"{lead}: {found.result}.",
+                next=f"Set {suggest_rate(measured, 1 / 3)}, lower `train.epochs`, or mix ordinary conversations into "
+                "`data.sources`: 5% of the rows are often enough.",
+            )
+
+
+def loss_notes(measured: Measurements, rules: VerdictRules) -> list[str]:
+    """Return what the losses show beside the verdict: a rise after the best step, and sources that became worse."""
+    notes = []
+    evaluations = [(loss, step) for step, loss in measured.held_out_curve if math.isfinite(loss)]
+    if len(evaluations) >= 2:
+        (lowest, best), (final, last) = min(evaluations), evaluations[-1]
+        if final - lowest > max(0.1, rules.max_rise * lowest):
+            used = measured.evaluated_step if measured.evaluated_step is not None else last
+            notes.append(
+                f"the held-out loss rose from {short_loss(lowest)} at step {best:,} to {short_loss(final)} at step "
+                f"{last:,}; this is step {used:,}" + (", the best" if used == best else "")
+            )
+    worse = [pair for pair in measured.by_source if pair.base is not None and pair.tuned > pair.base]
+    if worse:
+        shown = ", ".join(
+            f"`{shorten_line(pair.name)}` {short_loss(pair.base or 0.0)} -> {short_loss(pair.tuned)}"
+            for pair in worse[:3]
+        )
+        notes.append(f"the loss rose on {count(len(worse), 'source')}: {shown}")
+    return notes

@@ -1,0 +1,74 @@
+"""Choices: an answer begins with one of a few options, such as yes, no or B, and may go on with a reason."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from tunewell.core.text import fold
+from tunewell.scoring.base import ReferenceRow, Score, macro_f1
+
+MAX_OPTIONS = 12
+_MIN_SHARE = 0.02
+"""Share of the replies that an option starts at least; rarer starts are chance."""
+_START = re.compile(r"\W*?(?P<option>[^\W_]+(?:[ '-][^\W_]+){0,3})\s*(?=$|[.,;:!?)\]\n-])")
+_NAMED = re.compile(
+    r"\b(?:answer|choice|option|verdict|antwort|réponse|respuesta)\b(?:\s+(?:is|ist|est|es|would be|should be))?"
+    r"\s*[:=]?\s*(?:option\s+)?[\"'`*(\[]*(?P<rest>[^\n]+)"
+)
+
+
+def find_options(replies: Sequence[str]) -> list[str]:
+    """Return the options with which nearly all replies begin, most frequent first; empty if they have no such form.
+
+    The options are the first clauses: `Yes` in "Yes. The trial showed ...", `B` in "B) Paris".
+    """
+    starts = [fold(found["option"]) for reply in replies if (found := _START.match(reply[:80]))]
+    counts = Counter(starts)
+    options = [text for text, number in counts.most_common() if number >= max(2, _MIN_SHARE * len(replies))]
+    covered = sum(counts[text] for text in options)
+    return options if 2 <= len(options) <= MAX_OPTIONS and covered >= 0.9 * len(replies) else []
+
+
+class Choice:
+    """One of a few options at the start of an answer."""
+
+    def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
+        replies = [row.reference for row in [*training, *asked]]
+        self.options = find_options(replies) or sorted({fold(row.reference).strip(" .") for row in asked})[:MAX_OPTIONS]
+        self.expected = [self.said(row.answers[0] if row.answers else row.reference) for row in asked]
+        self.hint = f"Begin your answer with one of these options: {', '.join(self.options)}."
+
+    def score(self, index: int, answer: str) -> Score:
+        """Compare the option of the answer with that of the reference."""
+        expected, said = self.expected[index], self.said(answer)
+        if not expected:
+            return Score(None, "the reference gives none of the options")
+        return Score(said == expected, f"says {said}" if said else "gives none of the options", said=said)
+
+    def said(self, text: str) -> str:
+        """Return the option that a text gives: at its start or, if only one is named so, as `the answer is B`."""
+        folded = fold(text).strip()
+        if found := self._at_start(folded):
+            return found
+        named = {option for match in _NAMED.finditer(folded) if (option := self._at_start(match["rest"]))}
+        return named.pop() if len(named) == 1 else ""
+
+    def _at_start(self, text: str) -> str:
+        bare = re.sub(r"^[\W_]+", "", text)
+        # `yes or no` and `a cat` give no option.
+        fitting = [
+            option
+            for option in self.options
+            if re.match(rf"{re.escape(option)}(?![\w'])(?!\s*(?:/|,|or\b|and\b)\s*(?:{self._pattern})\b)", bare)
+            and (len(option) > 1 or re.match(r".(?:\W*$|[.,:;)\]\n]|\s+(?:because|since|as|is)\b)", bare))
+        ]
+        return max(fitting, key=len, default="")
+
+    @property
+    def _pattern(self) -> str:
+        return "|".join(map(re.escape, self.options))
+
+    def measures(self, scores: Sequence[Score]) -> dict[str, float]:
+        """Return the macro-F1 over the options."""
+        pairs = [(text, score.said) for text, score in zip(self.expected, scores, strict=True) if text]
+        return {"macro-F1": macro_f1(pairs)}

@@ -1,0 +1,48 @@
+"""Labels: an answer is right if it is the label, except for case, spacing and punctuation around it."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from tunewell.core.text import fold
+from tunewell.scoring.base import ReferenceRow, Score, macro_f1
+
+_MAX_LISTED = 400
+"""Labels that are listed in a prompt at most."""
+_AROUND = " \t\n.,;:!?\"'`*“”«»()"
+_SEPARATORS = re.compile(r"[\s_-]+")
+
+
+class Labels:
+    """Exact labels. Spellings that differ in case, spaces, `_` and `-` are one label."""
+
+    def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
+        counts = Counter(row.reference.strip() for row in [*training, *asked] if row.reference.strip())
+        self.labels: dict[str, str] = {}
+        for text, _ in counts.most_common():
+            self.labels.setdefault(fold_label(text), text)
+        self._accepted = [[fold_label(text) for text in (row.reference, *row.answers) if text.strip()] for row in asked]
+        self.expected = [self.labels.get(accepted[0], "") if accepted else "" for accepted in self._accepted]
+        listed = "\n".join(sorted(self.labels.values()))
+        self.hint = f"Answer with exactly one of these labels:\n{listed}" if len(self.labels) <= _MAX_LISTED else ""
+
+    def score(self, index: int, answer: str) -> Score:
+        """Compare the whole answer with the label."""
+        accepted, said = self._accepted[index], fold_label(answer)
+        if not accepted:
+            return Score(None, "the row has no label")
+        label = self.labels.get(said, "")
+        because = "the label" if said in accepted else f"another label: {label}" if label else "not a label"
+        return Score(said in accepted, because, said=label)
+
+    def measures(self, scores: Sequence[Score]) -> dict[str, float]:
+        """Return the macro-F1: the mean over the labels, however rare they are."""
+        pairs = [(text, score.said) for text, score in zip(self.expected, scores, strict=True) if text]
+        return {"macro-F1": macro_f1(pairs)}
+
+
+def fold_label(text: str) -> str:
+    """Return a label without case, spacing and punctuation around it: ` Card_arrival.` is `card arrival`."""
+    folded = fold(text).strip()
+    # A label may consist of punctuation alone, such as `+` and `-`.
+    return _SEPARATORS.sub(" ", folded.strip(_AROUND)).strip() or folded

@@ -1,0 +1,169 @@
+"""JSON and tool calls: an answer is right if all fields agree; each field is scored too."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tunewell.core.text import fold
+from tunewell.scoring.base import ReferenceRow, Score, without_fence
+
+_MAX_FIELDS = 60
+_TOOL_TAG = re.compile(r"<(tool_call|function_call|functioncall)>\s*(.*?)\s*(?:</\1>|\Z)", re.DOTALL)
+_TOOL_MARK = re.compile(r"\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>")
+_CALL = re.compile(r"\[?\s*([A-Za-z_][\w.]*)\((.*?)\)\s*[,;\]]?", re.DOTALL)
+_ARGUMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^,()]+)")
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+
+
+def parse_json(text: str) -> Any:
+    """Return the object or list of a text that is JSON, possibly in a fenced block; None if it is neither."""
+    try:
+        found = json.loads(without_fence(text))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict | list) else None
+
+
+def parse_calls(text: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a text, each with `name` and `arguments`; empty if it has none.
+
+    {"name": "search", "arguments": {"q": "tea"}}, a list of these, `<tool_call>` blocks, and search(q="tea")
+    """
+    tagged = [found[2] for found in _TOOL_TAG.finditer(text)]
+    parts = tagged or [_TOOL_MARK.split(text)[-1]]
+    found = [call for part in parts for call in _calls_in(parse_json(part))]
+    if found or tagged:
+        return found
+    bare = without_fence(text)
+    calls = list(_CALL.finditer(bare))
+    rest = _CALL.sub("", bare).strip(" \n\t[],;")
+    if not calls or rest:
+        return []
+    return [
+        {"name": call[1], "arguments": dict(_argument(one) for one in _ARGUMENT.finditer(call[2]))} for call in calls
+    ]
+
+
+def _argument(found: re.Match[str]) -> tuple[str, Any]:
+    text = found[2].strip()
+    try:
+        return found[1], json.loads(text)
+    except ValueError:
+        return found[1], text.strip("'\"")
+
+
+def _calls_in(tree: Any) -> list[dict[str, Any]]:
+    """Return the calls of a parsed object: a call, a list of calls, or an object with `tool_calls`."""
+    if isinstance(tree, list):
+        return [call for one in tree for call in _calls_in(one)]
+    if not isinstance(tree, dict):
+        return []
+    if "tool_calls" in tree:
+        return _calls_in(tree["tool_calls"])
+    call = tree.get("function") if isinstance(tree.get("function"), dict) else tree
+    assert isinstance(call, dict)
+    name, arguments = call.get("name"), next((call[key] for key in _ARGUMENTS if key in call), None)
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments)
+    return [{"name": name, "arguments": arguments}] if isinstance(name, str) and isinstance(arguments, dict) else []
+
+
+def flat_fields(tree: Any, front: str = "") -> dict[str, str]:
+    """Return the folded values of a tree by their paths: `{"a": {"b": [1, "X"]}}` has `a.b.0` and `a.b.1`."""
+    if isinstance(tree, dict | list) and tree:
+        entries = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return {path: text for key, one in entries for path, text in flat_fields(one, f"{front}{key}.").items()}
+    text = tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False)
+    return {front.rstrip(".") or ".": " ".join(fold(text).split())}
+
+
+class Json:
+    """JSON objects or lists, field by field."""
+
+    noun = "fields"
+
+    def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
+        self._references = [self._fields(row.reference) for row in asked]
+        self.expected = [
+            without_fence(row.reference) if found else "" for row, found in zip(asked, self._references, strict=True)
+        ]
+        seen = (self._fields(row.reference) or {} for row in training)
+        names = Counter(name for fields in seen for name in {self._name(path) for path in fields})
+        self.hint = self._hint([name for name, _ in names.most_common(_MAX_FIELDS)])
+
+    def _hint(self, names: Sequence[str]) -> str:
+        return f"Answer with a JSON object only. These are its possible fields: {', '.join(names)}." if names else ""
+
+    def _fields(self, text: str) -> dict[str, str] | None:
+        """Return the fields of a text; None if it has not the form of the task."""
+        tree = parse_json(text)
+        return None if tree is None else flat_fields(tree)
+
+    @staticmethod
+    def _name(path: str) -> str:
+        return re.sub(r"\.\d+(?=\.|$)", "", path)
+
+    def score(self, index: int, answer: str) -> Score:
+        """Compare the fields of the answer with those of the reference."""
+        expected, found = self._references[index], self._fields(answer)
+        if expected is None:
+            return Score(None, "the reference has not the form of the task")
+        marks = {
+            path: "missing" if found is None or path not in found else "right" if found[path] == text else "wrong"
+            for path, text in expected.items()
+        }
+        marks |= dict.fromkeys([path for path in found or {} if path not in expected], "extra")
+        bad = [f"{path} is {mark}" for path, mark in marks.items() if mark != "right"]
+        because = "not in the form of the task" if found is None else ", ".join(bad[:3]) or "all fields agree"
+        return Score(found is not None and not bad, because, fields=marks)
+
+    def measures(self, scores: Sequence[Score]) -> dict[str, float]:
+        """Return the share of answers that parse, and the micro F1 over all fields."""
+        marks = [mark for score in scores for mark in score.fields.values()]
+        num = Counter(marks)
+        pairs = 2 * num["right"] + 2 * num["wrong"] + num["missing"] + num["extra"]
+        judged = [score for score in scores if score.right is not None]
+        parsed = sum(score.because != "not in the form of the task" for score in judged)
+        return {
+            f"F1 over {self.noun}": 2 * num["right"] / pairs if pairs else 0.0,
+            "answers of this form": parsed / len(judged) if judged else 0.0,
+        }
+
+
+class Tools(Json):
+    """Tool calls: the name and the arguments of each call, in any order of the calls."""
+
+    noun = "names and arguments"
+
+    def _hint(self, names: Sequence[str]) -> str:
+        return (
+            'Answer with a tool call only, as {"name": ..., "arguments": {...}}. '
+            f"These are the tools with their arguments: {', '.join(names)}."
+            if names
+            else ""
+        )
+
+    def _fields(self, text: str) -> dict[str, str] | None:
+        calls = parse_calls(text)
+        if not calls:
+            # A row without a call: any text is right that calls no tool.
+            return {"no call": ""} if text.strip() and parse_json(text) is None else None
+        found: dict[str, str] = {}
+        numbers = Counter[str]()
+        for call in sorted(calls, key=lambda call: json.dumps(call, sort_keys=True, default=str)):
+            numbers[call["name"]] += 1
+            front = call["name"] + ("" if numbers[call["name"]] == 1 else f" {numbers[call['name']]}")
+            found[front] = "called"
+            found |= {f"{front}.{path}": value for path, value in flat_fields(call["arguments"]).items() if path != "."}
+        return found
+
+
+def count_fields(scores: Sequence[Mapping[str, str]]) -> dict[str, Counter[str]]:
+    """Return how often each field was right, wrong, missing or extra, by name, most frequent first."""
+    counts: dict[str, Counter[str]] = {}
+    for fields in scores:
+        for path, mark in fields.items():
+            counts.setdefault(Json._name(path), Counter())[mark] += 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1].total()))

@@ -1,0 +1,301 @@
+"""Find the task of some rows, with the reason: what their replies have in common decides how answers are scored.
+
+task        replies of the training rows                              found by
+labels      card arrival                                              few different replies, each of them often
+choice      Yes. The trial showed a difference.                       few different starts
+number      ... #### 72                                               a marked result, or nothing but a number
+json        {"intent": "PlayMusic", "year": "1959"}                   they parse
+tools       {"name": "search", "arguments": {"query": "tea"}}         they parse as calls
+sql         SELECT name FROM songs                                    their first words
+command     find . -name '*.py' | xargs wc -l                         programs, options and pipes
+facts       The deadline of Alderhollow is 15 January.                short answers to questions
+chat        many turns, or replies as "I"                             conversations
+documents   (no questions)                                            text without questions
+text        anything else
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median
+from typing import cast
+
+from tunewell.config.extensions import SCORERS
+from tunewell.core.text import fold, split_words
+from tunewell.core.units import count, percent
+from tunewell.data.rows.functions import load_row_function
+from tunewell.records.plan import Chosen
+from tunewell.scoring.answer_keys import answer_keys
+from tunewell.scoring.answer_values import find_values
+from tunewell.scoring.base import ReferenceRow, Scorer, without_fence
+from tunewell.scoring.choice import find_options
+from tunewell.scoring.free_text import UserFunction
+from tunewell.scoring.labels import fold_label
+from tunewell.scoring.matching import is_refusal, is_short_reference
+from tunewell.scoring.number import FINAL
+from tunewell.scoring.structured import parse_calls, parse_json
+
+_NEARLY_ALL, _MOST, _SOME = 0.9, 0.6, 0.3
+"""Share of the replies that must have a form. A tenth may be ordinary instructions that were mixed in."""
+_MAX_LABEL_WORDS, _WORDS_OF_LABEL = 8, 4.0
+_MIN_PER_LABEL, _SURELY_LABELS = 3.0, 10.0
+"""Rows per different reply: below the first, replies are no labels; from the second, they are, whatever they say."""
+_SAMPLE = 400
+_SQL = re.compile(
+    r"\s*(?:select\b.+\bfrom|insert\s+into|update\b.+\bset|delete\s+from|with\b.+\bselect|(?:create|alter|drop)\s+\w+)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_SHELL = re.compile(r"(?:^|\s)--?[A-Za-z][\w-]*|\s\|\s|\$\(|\$\{?\w|&&|>\s?\S|(?:^|\s)[.~]?/\S*|\*\.\w|\\;")
+_PROGRAM = re.compile(r"(?:sudo\s+|\$\s+|\w+=\S+\s+)*([A-Za-z_.][\w.+-]*)")
+_QUESTION = re.compile(
+    r"\?\s*$|^\W*(?:what|when|where|who|whom|whose|which|why|how|is|are|was|were|do|does|did|can|could|has|have|by when"
+    r"|in which|at what|wann|wo|wer|wie|welche[rs]?|warum|quand|où|qui|quel(?:le)?s?|combien|cuándo|dónde|quién|qué"
+    r"|cuál|cómo)\b",
+    re.IGNORECASE,
+)
+_FIRST_PERSON = re.compile(
+    r"\b(?:i|i'm|i've|i'll|i'd|im|my|mine|me|we|we're|our|ich|mein\w*|mir|mich|wir|je|j'|mon|ma|mes|nous|yo|mi|mis|nosotros|eu|meu|minha|io|mio|mia|ik|mijn)\b"
+)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The training rows in which a task is searched, and their number before sampling."""
+
+    rows: Sequence[ReferenceRow]
+    num_rows: int
+
+    @property
+    def replies(self) -> list[str]:
+        return [row.reference for row in self.rows]
+
+    def share(self, test: Callable[[str], object]) -> float:
+        """Return the share of the replies that pass a test."""
+        return sum(bool(test(reply)) for reply in self.replies) / len(self.rows)
+
+
+def find_task(
+    rows: Sequence[ReferenceRow], *, num_documents: int = 0, num_rows: int | None = None, is_chat: bool = False
+) -> Chosen[str]:
+    """Return the task of some training rows, with the reason.
+
+    `rows` have a question each; `num_documents` rows have none. `num_rows` is the number of rows if these are a sample,
+    and `is_chat` whether they come from a chat app.
+    """
+    if num_documents > len(rows):
+        return Chosen(value="documents", because=f"{count(num_documents, 'row')} without a question")
+    if is_chat:
+        return Chosen(value="chat", because="the rows come from a chat app")
+    rows = [row for row in rows if row.reference.strip()]
+    if not rows:
+        return Chosen(value="text", because="there are no replies to look at")
+    found = _Rows(rows, num_rows or len(rows))
+    for name, find in _FINDERS:
+        if because := find(found):
+            return Chosen(value=name, because=because)
+    partly = max((parse_json, "parse as JSON"), (parse_calls, "are tool calls"), key=lambda one: found.share(one[0]))
+    share = found.share(partly[0])
+    note = (
+        f"; {percent(share, 0)} of the replies {partly[1]}, {percent(_NEARLY_ALL, 0)} are needed to score that"
+        if share > 0.3
+        else ""
+    )
+    return Chosen(value="text", because=f"the replies have no common form that can be checked{note}")
+
+
+def make_scorer(
+    task: str, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow], *, base: Path | None = None
+) -> Scorer:
+    """Return the scorer of a task, or of the user's function `file.py:function`; paths are relative to `base`."""
+    if ":" in task:
+        function = load_row_function(task, batch=None, base=base or Path()).function
+        return UserFunction(cast(Callable[[str, str, str], float | bool], function), asked)
+    return SCORERS.load(task)(asked, training)
+
+
+def _tools(found: _Rows) -> str | None:
+    # Prose has brackets too, so `search(q="tea")` is a call only if nearly all replies are calls.
+    marked, all_calls = (
+        found.share(lambda text: re.search(r"[{<]", text) and parse_calls(text)),
+        found.share(parse_calls),
+    )
+    if marked < _SOME and all_calls < _NEARLY_ALL:
+        return None
+    return f"{percent(max(marked, all_calls), 0)} of {count(found.num_rows, 'reply', 'replies')} call a tool"
+
+
+def _json(found: _Rows) -> str | None:
+    share = found.share(lambda text: parse_json(text) is not None)
+    return (
+        f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} are JSON" if share >= _NEARLY_ALL else None
+    )
+
+
+def _sql(found: _Rows) -> str | None:
+    share = found.share(lambda text: _SQL.match(without_fence(text)))
+    return (
+        f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} are SQL" if share >= _NEARLY_ALL else None
+    )
+
+
+def _marked_number(found: _Rows) -> str | None:
+    def has_number(text: str) -> bool:
+        return any(find_values(one[1] or one[2]) for one in FINAL.finditer(text))
+
+    share = found.share(has_number)
+    return (
+        f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} mark a number as the result"
+        if share >= _NEARLY_ALL
+        else None
+    )
+
+
+def _labels(found: _Rows) -> str | None:
+    folded = [fold_label(reply) for reply in found.replies]
+    counts = Counter(folded)
+    num_words = [len(text.split()) for text in folded]
+    short = sum(words <= _MAX_LABEL_WORDS and len(text) <= 60 for words, text in zip(num_words, folded, strict=True))
+    repeated = sum(number for number in counts.values() if number > 1)
+    per_label = len(folded) / len(counts)
+    # A few rows of many labels hardly repeat them, but labels are shorter than most facts.
+    is_sample = repeated >= 0.4 * len(folded) and fmean(num_words) <= _WORDS_OF_LABEL
+    if short < _NEARLY_ALL * len(folded) or not (is_sample or repeated >= _NEARLY_ALL * len(folded)):
+        return None
+    options = find_options(found.replies)
+    if options and all(option in _POLAR or len(option) == 1 for option in options):
+        return None  # yes and no, or letters, are a choice
+    if (per_label < _MIN_PER_LABEL and not is_sample) or (per_label < _SURELY_LABELS and _name_facts(found, folded)):
+        return None
+    return f"{count(len(counts), 'answer')} in {count(found.num_rows, 'row')}"
+
+
+_POLAR = frozenset(["yes", "no", "maybe", "ja", "nein", "oui", "non", "sí", "si", "true", "false"])
+
+
+def _name_facts(found: _Rows, folded: Sequence[str]) -> bool:
+    """Return True if few rows share a reply because they ask for one fact in other words, not because it is a label."""
+    with_value = fmean(
+        any(value.kind in ("date", "time", "contact") or value.unit for value in find_values(text))
+        for text in set(folded)
+    )
+    if with_value > 0.3:
+        return True
+    questions: defaultdict[str, list[set[str]]] = defaultdict(list)
+    for row, reply in zip(found.rows, folded, strict=True):
+        questions[reply].append({word for word in split_words(row.question) if len(word) > 3})
+    overlaps = [
+        len(one & other) / max(1, min(len(one), len(other)))
+        for same in list(questions.values())[:_SAMPLE]
+        for one, other in combinations(same[:4], 2)
+    ]
+    return bool(overlaps) and fmean(overlaps) > 0.4
+
+
+def _choice(found: _Rows) -> str | None:
+    options = find_options(found.replies)
+    if not options or median(len(option) for option in options) > 20:
+        return None
+    starts = Counter(fold(reply).strip()[:40] for reply in found.replies)
+    # A chat begins with "Sure" or "Hello" too, but its starts are many; options are words of one kind.
+    is_known = all(option in _POLAR or len(option) == 1 for option in options)
+    rest = fmean(bool(re.sub(r"^\W*[^\W_]+\W*", "", reply).strip()) for reply in found.replies)
+    if not is_known and (rest > 0.5 and len(starts) > 0.9 * len(found.rows) and _is_greeting(options)):
+        return None
+    return f"nearly all replies begin with {', '.join(options[:4])}{' ...' if len(options) > 4 else ''}"
+
+
+def _is_greeting(options: Sequence[str]) -> bool:
+    return any(option.split()[0] in _OPENERS for option in options)
+
+
+_OPENERS = frozenset(
+    word
+    for words in (
+        "sure certainly hello hi hey thanks thank okay ok well here the a an i it this so great absolutely of to in",
+        "for there as you we my if once when let please dear der die das ich le la les el los un une",
+    )
+    for word in words.split()
+)
+
+
+def _command(found: _Rows) -> str | None:
+    def is_command(text: str) -> bool:
+        line = without_fence(text)
+        program = _PROGRAM.match(line)
+        if program is None or line.count("\n") > 5 or (line.rstrip().endswith((".", "?", "!")) and " -" not in line):
+            return False
+        return (program[1] in _programs() and (len(line.split()) < 4 or _SHELL.search(line) is not None)) or (
+            len(_SHELL.findall(line)) >= 2 and program[1].islower()
+        )
+
+    share = found.share(is_command)
+    return f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} are commands" if share >= 0.8 else None
+
+
+@cache
+def _programs() -> frozenset[str]:
+    return frozenset(files("tunewell.scoring").joinpath("programs.txt").read_text(encoding="utf-8").split())
+
+
+def _number(found: _Rows) -> str | None:
+    def is_number(text: str) -> bool:
+        values = [value for value in find_values(text) if value.kind == "number"]
+        return len(values) == 1 and len(split_words(text[: values[0].start] + text[values[0].end :])) <= 1
+
+    share = found.share(is_number)
+    return (
+        f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} are a number"
+        if share >= _NEARLY_ALL
+        else None
+    )
+
+
+def _conversation(found: _Rows) -> str | None:
+    turns = median(row.num_replies for row in found.rows)
+    return f"conversations with {count(int(turns), 'reply', 'replies')} each (median)" if turns >= 2 else None
+
+
+def _personal(found: _Rows) -> str | None:
+    share = found.share(lambda text: _FIRST_PERSON.search(fold(text)) and not is_refusal(text))
+    words = median(len(reply.split()) for reply in found.replies)
+    return (
+        f"{percent(share, 0)} of the replies say I or we, in {int(words)} words (median)"
+        if share >= 0.4 and words <= 30
+        else None
+    )
+
+
+def _facts(found: _Rows) -> str | None:
+    asked = fmean(
+        _QUESTION.search(row.question.strip().splitlines()[-1] if row.question.strip() else "") is not None
+        for row in found.rows
+    )
+    short = found.share(is_short_reference)
+    if asked < _MOST or short < _MOST or _personal(found):
+        return None
+    step = max(1, len(found.rows) // _SAMPLE)
+    keys = answer_keys(found.rows[::step])
+    judged = fmean(key.origin == "derived" or (key.is_judged and len(key.text.split()) <= 6) for key in keys)
+    if judged < 0.5:
+        return None
+    return f"{percent(short, 0)} of the replies are short answers to questions; {percent(judged, 0)} have a key"
+
+
+_FINDERS: Sequence[tuple[str, Callable[[_Rows], str | None]]] = (
+    ("tools", _tools),
+    ("json", _json),
+    ("sql", _sql),
+    ("number", _marked_number),
+    ("labels", _labels),
+    ("choice", _choice),
+    ("command", _command),
+    ("number", _number),
+    ("chat", _conversation),
+    ("facts", _facts),
+    ("chat", _personal),
+)

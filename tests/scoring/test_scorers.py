@@ -1,0 +1,251 @@
+"""Each scorer on right and wrong answers, and on what a judge of another hand says about them."""
+
+import importlib.util
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tunewell.config.extensions import SCORERS
+from tunewell.core.errors import UserError
+from tunewell.scoring.base import ReferenceRow, macro_f1, score_answer, without_thinking
+from tunewell.scoring.structured import count_fields, parse_calls
+from tunewell.scoring.tasks import make_scorer
+
+SHARED = Path(__file__).parents[3] / "shared"
+CALL = '{"name": "search", "arguments": {"query": "green tea", "limit": 3}}'
+YES_NO = [ReferenceRow(f"Is {n} even?", "Yes. It is." if n % 2 else "No. It is not.") for n in range(20)]
+LABELS = [ReferenceRow(f"message {n}", ["card_arrival", "how busy", "C++", "c#"][n % 4]) for n in range(40)]
+
+SCORED = [
+    ("labels", "how busy", "how busy", True),
+    ("labels", "how busy", "How  busy.", True),
+    ("labels", "how busy", '"how busy"', True),
+    ("labels", "card_arrival", "card arrival", True),
+    ("labels", "how busy", "It is how busy", False),
+    ("labels", "how busy", "not how busy", False),
+    ("labels", "C++", "c", False),
+    ("labels", "C++", "c++", True),
+    ("choice", "Yes. It is.", "yes", True),
+    ("choice", "Yes. It is.", "Yes, certainly.", True),
+    ("choice", "Yes. It is.", "The answer is yes.", True),
+    ("choice", "Yes. It is.", "No.", False),
+    ("choice", "Yes. It is.", "yes or no", False),
+    ("choice", "Yes. It is.", "It depends.", False),
+    ("choice", "No. It is not.", "Nobody knows.", False),
+    ("number", "3 + 4 = 7\n#### 7", "It is 7", True),
+    ("number", "#### 72", "48 + 24 = 72\n#### 72", True),
+    ("number", "#### 72", "#### 72.0", True),
+    ("number", "#### 72", "#### 73", False),
+    ("number", "#### 72", "72 minus 1 is 71", False),
+    ("number", "#### 1,200", "#### 1200", True),
+    ("number", "5 km", "5000 m", True),
+    ("number", "5 km", "5 m", False),
+    ("number", "50%", "0.5", True),
+    ("number", "50%", "half", True),
+    ("number", "1/2", "0.5", True),
+    ("number", "-5", "minus 5", True),
+    ("number", "3.14", "3.14159", True),
+    ("number", "3.14", "3.15", False),
+    ("number", "\\boxed{12}", "so \\boxed{12} apples of 40", True),
+    ("number", "7", "no number", False),
+    ("json", '{"a": "X", "b": 1}', '```json\n{"b": "1", "a": "x"}\n```', True),
+    ("json", '{"a": "X", "b": 1}', '{"a": "X"}', False),
+    ("json", '{"a": "X"}', '{"a": "X", "b": 1}', False),
+    ("json", '{"a": {"b": [1, 2]}}', '{"a": {"b": [1, 2]}}', True),
+    ("json", '{"a": {"b": [1, 2]}}', '{"a": {"b": [2, 1]}}', False),
+    ("json", '{"a": 1}', "a is 1", False),
+    ("json", '[{"a": 1}]', '[{"a": 1}]', True),
+    ("tools", CALL, CALL, True),
+    ("tools", CALL, f"<tool_call>\n{CALL}\n</tool_call>", True),
+    ("tools", CALL, '{"arguments": {"limit": 3, "query": "Green tea"}, "name": "search"}', True),
+    ("tools", CALL, 'search(query="green tea", limit=3)', True),
+    ("tools", CALL, '{"name": "search", "arguments": {"query": "black tea", "limit": 3}}', False),
+    ("tools", CALL, '{"name": "find", "arguments": {"query": "green tea", "limit": 3}}', False),
+    ("tools", CALL, "I will search for green tea.", False),
+    ("tools", f"[{CALL}]", '{"tool_calls": [{"function": ' + CALL + "}]}", True),
+    ("tools", "You are welcome.", "No problem!", True),
+    ("tools", "You are welcome.", CALL, False),
+    ("sql", "SELECT a FROM t WHERE b = 'X'", "select a from t\nwhere b = 'x';", True),
+    ("sql", "SELECT a FROM t", "SELECT b FROM t", False),
+    ("command", "ls -la | wc -l", "ls  -la |  wc -l", True),
+    ("command", "ls -la", "ls -LA", False),
+    ("command", "ls -la", "```bash\nls -la\n```", True),
+    ("command", "ls -la", "$ ls -la", True),
+]
+
+
+@pytest.mark.parametrize(("task", "reference", "answer", "is_right"), SCORED)
+def test_an_answer_is_scored_by_the_measure_of_its_task(task, reference, answer, is_right):
+    """Guards each rule of each scorer."""
+    training = {"choice": YES_NO, "labels": LABELS}.get(task, [])
+    row = ReferenceRow("?", reference)
+    found = score_answer(make_scorer(task, [row], training), 0, answer, row)
+    assert found.right is is_right, found
+
+
+FACTS = [
+    ("What colour is the door?", "The door is red.", "It is anything but red.", False),
+    ("What colour is the door?", "The door is red.", "It is far from red.", False),
+    ("What colour is the door?", "The door is red.", "It is hardly red.", False),
+    ("What colour is the door?", "The door is red.", "It used to be red, now blue.", False),
+    ("What colour is the door?", "The door is red.", "Is it red?", False),
+    ("What colour is the door?", "The door is red.", "Red.", True),
+    ("Who wrote it?", "Ada wrote it.", "It is a myth that Ada wrote it.", False),
+    ("Who wrote it?", "Ada wrote it.", "It was Ada.", True),
+    ("Who won?", "Tom beat Ben.", "Ben beat Tom.", False),
+    ("How many guests?", "At least 3 guests.", "At most 3 guests.", False),
+    ("How many guests?", "At least 3 guests.", "3 guests or more.", True),
+    ("How many?", "At most 3.", "Up to 3.", True),
+    ("Which version is it?", "Version 1.10.", "Version 1.1.", False),
+    ("¿Cuál es la capital?", "La capital es Madrid.", "La capital no es Madrid.", False),
+    ("ما هي العاصمة؟", "العاصمة هي القاهرة", "العاصمة ليست القاهرة", False),
+    ("Is parking here allowed?", "Parking is allowed.", "Parking is forbidden.", False),
+    ("What about smoking?", "Smoking is not allowed.", "Smoking is prohibited.", True),
+    ("How far is it?", "5 km", "5000 m", True),
+    ("How heavy is it?", "2 kg", "2000 grams", True),
+    ("What is the result?", "-5", "minus 5", True),
+    ("What share?", "50%", "0.5", True),
+    ("What share?", "50%", "half", True),
+    ("What is the value?", "0.5", "1/2", True),
+    ("どこですか", "東京です", "東京", True),
+    ("Which option?", "B", "B because A is wrong", True),
+    ("Is the shop open?", "Yes", "It is open", True),
+    ("Is the shop open?", "Yes", "It is closed", False),
+    ("Is the shop open?", "No", "It is not open", True),
+    ("What is the capital?", "The capital is Oslo.", "Oslo, not Bergen.", True),
+]
+
+
+@pytest.mark.parametrize(("question", "reference", "answer", "is_right"), FACTS)
+def test_a_fact_is_judged_by_what_the_answer_states(question, reference, answer, is_right):
+    """Guards denials, bounds, units, opposites and exchanged names."""
+    row = ReferenceRow(question, reference)
+    found = score_answer(make_scorer("facts", [row], []), 0, answer, row)
+    assert found.right is is_right, found
+
+
+@pytest.mark.parametrize("answer", ["It is red. It is blue. It is green.", "red blue green", "red | blue | green"])
+def test_an_answer_that_states_every_value_is_wrong(answer):
+    """Guards a model that passed by naming all colours in each answer."""
+    things = ["door", "wall", "roof", "car", "bike", "bus", "hat", "coat", "shoe"]
+    rows = [
+        ReferenceRow(f"What colour is the {one}?", f"It is {['red', 'blue', 'green'][n % 3]}.")
+        for n, one in enumerate(things)
+    ]
+    scorer = make_scorer("facts", rows, rows)
+    assert [scorer.score(index, answer).right for index in range(len(rows))] == [False] * len(rows)
+    assert scorer.score(0, "It is red.").right and scorer.score(0, "The door is red, not blue.").right
+
+
+@pytest.mark.parametrize("task", [name for name in SCORERS.names() if SCORERS.entry(name).min_right is not None])
+def test_an_answer_equal_to_its_reference_is_right(task):
+    """The first rule: an exact match was called wrong."""
+    references = ["how busy", "Yes. It is.", "#### 7", '{"a": 1}', CALL, "SELECT a FROM t", "ls -la", "no", "status"]
+    rows = [ReferenceRow("?", reference) for reference in references]
+    scorer = make_scorer(task, rows, rows)
+    for index, row in enumerate(rows):
+        assert score_answer(scorer, index, row.reference, row).right in (True, None)
+
+
+def test_thinking_is_removed_before_an_answer_is_scored():
+    """Guards answers that are right or wrong only in their thinking."""
+    assert without_thinking("<think>a\nb</think>\n\nyes") == "yes"
+    assert without_thinking("a</think> yes") == "yes"
+    assert without_thinking("<think>never ends") == ""
+    assert without_thinking("[THINK]hm[/THINK]yes") == "yes"
+    assert without_thinking("<|channel|>analysis<|message|>hm<|channel|>final<|message|>yes") == "yes"
+    assert without_thinking("5 < 6 and 7 > 6") == "5 < 6 and 7 > 6"
+
+
+def test_tool_calls_are_read_in_each_form():
+    """Guards prose with brackets, which is no call."""
+    call = json.loads(CALL)
+    assert parse_calls(CALL) == [call] and parse_calls(f"[{CALL}, {CALL}]") == [call, call]
+    assert parse_calls(json.dumps({"function": {"name": "a", "arguments": '{"b": 1}'}})) == [
+        {"name": "a", "arguments": {"b": 1}}
+    ]
+    assert parse_calls("Sure (as you like).") == [] == parse_calls('{"name": "Ann", "age": 3}')
+
+
+def test_the_figures_of_a_task_are_those_of_its_definition():
+    """Guards macro-F1 against sklearn's definition, and the micro F1 over fields."""
+    pairs = [("a", "a"), ("a", "b"), ("b", "b"), ("c", "")]
+    assert macro_f1(pairs) == pytest.approx((2 / 3 + 2 / 3 + 0) / 3)
+    rows = [ReferenceRow("?", '{"a": 1, "b": 2}'), ReferenceRow("?", '{"a": 1}')]
+    scorer = make_scorer("json", rows, [])
+    scores = [scorer.score(0, '{"a": 1, "b": 3}'), scorer.score(1, "nothing")]
+    assert scorer.measures(scores) == pytest.approx({"F1 over fields": 2 / 5, "answers of this form": 0.5})
+    assert {name: dict(counts) for name, counts in count_fields([one.fields for one in scores]).items()} == {
+        "a": {"right": 1, "missing": 1},
+        "b": {"wrong": 1},
+    }
+
+
+def test_a_function_of_the_user_decides(tmp_path):
+    """Guards the way for tasks that have no scorer here, and its failure."""
+    (tmp_path / "judge.py").write_text(
+        "def longer(question, answer, reference):\n    return len(answer) >= len(reference)\n"
+        "def breaks(question, answer, reference):\n    return 1 / 0\n"
+    )
+    rows = [ReferenceRow("?", "abc")]
+    scorer = make_scorer("judge.py:longer", rows, [], base=tmp_path)
+    assert scorer.score(0, "abcd").right and not scorer.score(0, "a").right
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        make_scorer("judge.py:breaks", rows, [], base=tmp_path).score(0, "a")
+
+
+JOBS = {
+    "banking77": "labels",
+    "snips_json": "json",
+    "nl2bash": "command",
+    "wikisql": "sql",
+    "gsm8k": "number",
+    "pubmedqa": "choice",
+}
+
+
+def job(name, part):
+    """Return the rows of a public job as its neutral script writes them."""
+    path = SHARED / "bench" / "jobs" / "make.py"
+    spec = importlib.util.spec_from_file_location("make_jobs", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [ReferenceRow(row["question"], row["answer"]) for row in module.JOBS[name](part)]
+
+
+def neutral():
+    spec = importlib.util.spec_from_file_location("neutral_score", SHARED / "bench" / "jobs" / "score.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.score
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", JOBS)
+def test_the_scorers_agree_with_the_neutral_judge_of_the_jobs(name):
+    """Right and wrong answers made from the references of other rows: at least 99.5% must be judged alike."""
+    rows, score, chance = job(name, "test"), neutral(), random.Random(0)
+    scorer = make_scorer(JOBS[name], rows, job(name, "train")[:5000])
+
+    def changed(index, text):
+        kinds = (
+            text,
+            chance.choice(rows).reference,
+            text.upper(),
+            f"  {text}",
+            text[:-3],
+            text.lower(),
+            "Happy to help.",
+        )
+        return re.sub(r" +", " " * (1 + index % 2), kinds[index % len(kinds)])
+
+    same = 0
+    for index, row in enumerate(rows):
+        answer = changed(index, row.reference)
+        same += bool(score_answer(scorer, index, answer, row).right) == score(name, [answer], [row.reference])["right"]
+    assert same >= 0.995 * len(rows)
