@@ -88,7 +88,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     if not arguments or list(arguments) == ["--json"]:
-        return _show_overview(is_json=bool(arguments))
+        emit(_overview(is_json=bool(arguments)))
+        return 0
     name = arguments[0]
     if name in dict(COMMANDS) or name in PLUGINS:
         try:
@@ -117,19 +118,16 @@ def _version() -> str:
     return __version__
 
 
-def _show_overview(*, is_json: bool) -> int:
-    """Print where the project in this folder stands; in a folder without one, the commands and how to start."""
+def _overview(*, is_json: bool) -> str:
+    """Return where the project in this folder stands; in a folder without one, the commands and how to start."""
     from tunewell.runs.overview import read_overview
 
     found = read_overview()
     if is_json:
-        emit(json_text(found.as_json()))
-        return 0
+        return json_text(found.as_json())
     if found.entries:
-        emit(f"{folded_table(found.entries)}\n{hanging('next: ', found.next_step)}")
-    else:
-        emit(f"{_help()}\n\n{hanging('start: ', found.next_step)}")
-    return 0
+        return f"{folded_table(found.entries)}\n{hanging('next: ', found.next_step)}"
+    return f"{_help()}\n\n{hanging('start: ', found.next_step)}"
 
 
 def _help() -> str:

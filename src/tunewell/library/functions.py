@@ -178,7 +178,7 @@ def train(
         result = run_training(loaded, options, listen)
         if not loaded.config.export.to:
             return result
-        from tunewell.workflows.finish import export_after_training
+        from tunewell.workflows.export import export_after_training
 
         step = export_after_training(loaded, result, allow_pickle=allow_pickle, progress=listen)
         notes = [*result.notes, *([step.note] if step.note else [])]

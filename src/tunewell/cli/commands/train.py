@@ -194,7 +194,7 @@ def _export(
         return {}, 0
     from tunewell.cli.commands.export import announce, export_screen
     from tunewell.cli.progress import shown_stages
-    from tunewell.workflows.finish import export_after_training
+    from tunewell.workflows.export import export_after_training
 
     with shown_stages() as progress:
         step = export_after_training(loaded, result, allow_pickle=allow_pickle, progress=progress, announce=announce)
