@@ -21,6 +21,7 @@ from tunewell.cli.render import (
 )
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError, close_names, did_you_mean
+from tunewell.core.files import read_data
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -29,17 +30,7 @@ if TYPE_CHECKING:
     from tunewell.inference.chat import Chat, ChatAnswer
     from tunewell.inference.passages import DocumentChat, IndexAnswer
 
-COMMANDS = {
-    "/reset": ("", "start a new conversation with the same system prompt"),
-    "/undo": ("", "remove the last question and its answer"),
-    "/save": ("[FILE]", "append the conversation to a file of training rows; default: `chat.jsonl`"),
-    "/system": ("[TEXT]", "set the system prompt; without a text, remove it"),
-    "/temperature": ("X", "0 is greedy; 1 samples with the model's own probabilities"),
-    "/length": ("N", "maximum tokens of an answer"),
-    "/seed": ("N", "random seed, for temperatures above 0"),
-    "/help": ("", "show this list"),
-    "/quit": ("", "quit, like /exit, /bye and Ctrl-D; Ctrl-C stops an answer first"),
-}
+COMMANDS: dict[str, list[str]] = read_data(__file__, "texts.toml")["chat"]
 """Each command, its argument and its meaning."""
 _QUIT = frozenset({"/quit", "/exit", "/bye", "/q"})
 Reply = Generator[str, None, None]
