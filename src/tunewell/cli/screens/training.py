@@ -55,15 +55,23 @@ def shown_training() -> Iterator["LivePanel | LogLines"]:
     screen.close()
 
 
-class LivePanel:
-    """A listener that shows a run in a live panel, which opens with the first event."""
+class _RunScreen:
+    """A listener that keeps the state of a run and writes to a stream."""
 
     def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.run = RunState(clock)
         self._stream = stream
         self._lock = threading.RLock()  # a signal handler may report an event while another is handled
-        self._live: Live | None = None
-        self._is_closed = False
+
+    def close(self) -> None:
+        """Remove what does not stay on the screen."""
+
+
+class LivePanel(_RunScreen):
+    """A listener that shows a run in a live panel, which opens with the first event."""
+
+    _live: "Live | None" = None
+    _is_closed = False
 
     def __call__(self, event: Event) -> None:
         """Record an event, which the panel shows at the next refresh."""
@@ -93,16 +101,12 @@ class LivePanel:
         self._live.start(refresh=True)
 
 
-class LogLines:
+class LogLines(_RunScreen):
     """A listener that writes log lines for the first, last and some other steps, evaluations and notes."""
 
-    def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.run = RunState(clock)
-        self._stream = stream
-        self._wrote_at = -math.inf  # so that the first step is due
-        self._wrote_stage_at = -math.inf
-        self._wrote_step = 0
-        self._was_finite = True
+    _wrote_at = _wrote_stage_at = -math.inf  # so that the first step and the first stage are due
+    _wrote_step = 0
+    _was_finite = True
 
     def __call__(self, event: Event) -> None:
         """Write the lines of an event."""
@@ -148,9 +152,6 @@ class LogLines:
         for sample in event.samples[:1]:
             self._write(f"  asked: {shorten(one_line(sample.question), _LINE_CHARS)}")
             self._write(f"  reply: {shorten(one_line(sample.answer), _LINE_CHARS)}")
-
-    def close(self) -> None:
-        """Do nothing, because the lines stay on the screen."""
 
     def _is_due(self) -> bool:
         wait = min(max(self.run.elapsed() * _WAIT_SHARE, _SHORTEST_WAIT), _LONGEST_WAIT)
