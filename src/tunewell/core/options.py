@@ -18,6 +18,8 @@ class Option:
     min: float | None = None
     max: float | None = None
     hidden: bool = False
+    is_last: bool = False
+    """Whether the help lists it at the end: an option of many commands."""
     kind: Any = None
     """The type on the command line, if the library takes others too."""
 

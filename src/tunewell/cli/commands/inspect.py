@@ -6,17 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunewell.cli.options import (
-    Argument,
-    AsJson,
-    ConfigFile,
-    Offline,
-    Option,
-    Sets,
-    TokenizerModel,
-    train_command,
-    with_offline,
-)
+from tunewell.cli.options import Argument, AsJson, ConfigOptions, Option, TokenizerModel
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import (
     cell_width,
@@ -50,8 +40,8 @@ def command(
     path: Annotated[
         str | None, Argument("A corpus, or a file, folder or glob of rows. Default: from the config.", "PATH")
     ] = None,
-    config: ConfigFile = None,
-    set_: Sets = None,
+    *,
+    given: ConfigOptions,
     model: TokenizerModel = None,
     show: Annotated[
         int | None, Option("Number of rows to show token by token. Default: 2; 200 with --html.", "N", min=0)
@@ -63,14 +53,12 @@ def command(
     held_out: Annotated[bool, Option("Show rows kept for testing.")] = False,
     details: Annotated[bool, Option("Also show padding and near duplicates, even if there are none.")] = False,
     html: Annotated[Path | None, Option("Write one HTML page about the corpus, with 200 sampled rows.", "FILE")] = None,
-    offline: Offline = False,
     json: AsJson = False,
 ) -> None:
     """Show your rows as the model sees them, token by token."""
-    from tunewell.config.load import load_config
     from tunewell.workflows.inspect import inspect, write_page
 
-    loaded = load_config(config, with_offline(set_, offline), model=model)
+    loaded = given.load(model=model)
     if html is not None:
         with shown_progress() as progress:
             num_bytes = write_page(
@@ -86,7 +74,7 @@ def command(
         emit(json_text(inspection.as_json()))
     else:
         rows = [path] if path and not inspection.is_corpus and loaded.file is None else []
-        train = train_command(config, model=model, data=rows, sets=set_ or (), offline=offline)
+        train = given.train_command(model=model, data=rows)
         _screen(inspection, console(), as_list=tokens, has_details=details, train=train)
 
 

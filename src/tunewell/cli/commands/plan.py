@@ -3,17 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunewell.cli.options import (
-    AsJson,
-    ConfigFile,
-    DataPaths,
-    Offline,
-    Option,
-    Sets,
-    TrainedModel,
-    train_command,
-    with_offline,
-)
+from tunewell.cli.options import AsJson, ConfigOptions, DataPaths, Option, TrainedModel
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.startup import clean_up_when_terminated
@@ -25,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: ConfigFile = None,
-    set_: Sets = None,
+    *,
+    given: ConfigOptions,
     model: TrainedModel = None,
     data: DataPaths = None,
     no_measure: Annotated[
@@ -41,7 +31,6 @@ def command(
         int | None, Option("With `--apply`: the number of another change in the list, from 1.", "N")
     ] = None,
     check: Annotated[str | None, Option("Show what was predicted for a run beside what it needed.", "RUN")] = None,
-    offline: Offline = False,
     json: AsJson = False,
 ) -> int:
     """Predict whether a run fits, how long it takes and what it costs.
@@ -51,7 +40,6 @@ def command(
     if check is not None:
         emit(_checked(check, json=json))
         return 0
-    from tunewell.config.load import load_config
     from tunewell.workflows.plan import PlanOptions, plan
 
     if ram is not None and not 0.1 <= ram <= 100_000:
@@ -61,7 +49,7 @@ def command(
     names = [name.strip() for name in (gpu or "").split(",") if name.strip()]
     if gpu is not None and not names:
         raise UserError("`--gpu` names no card", fix="like `--gpu t4,4090`")
-    loaded = load_config(config, with_offline(set_, offline), model=model, data=data)
+    loaded = given.load(model=model, data=data)
     options = PlanOptions(not no_measure, names, None if ram is None else int(ram * 1e9))
     clean_up_when_terminated()
     with shown_stages() as progress:
@@ -76,7 +64,7 @@ def command(
         from tunewell.config.edit import edited_text
 
         can_apply = result.chosen is not None and edited_text(loaded, result.chosen.changes) is not None
-        train = train_command(config, model=model, data=data or (), sets=set_ or (), offline=offline)
+        train = given.train_command(model=model, data=data)
         emit(plan_screen(result, train=train, can_apply=can_apply))
     return result.exit_code
 

@@ -13,14 +13,11 @@ from tunewell.cli.options import (
     AllowPickle,
     Argument,
     AsJson,
-    ConfigFile,
+    ConfigOptions,
     DataPaths,
-    Offline,
     Option,
     RunDevice,
-    Sets,
     TrainedModel,
-    with_offline,
 )
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
@@ -48,8 +45,8 @@ _RESUME = "Resume the run in that folder. Without a config, use the settings of 
 def command(
     context: typer.Context,
     rows: Annotated[str | None, Argument(_ROWS, "DATA")] = None,
-    config: ConfigFile = None,
-    set_: Sets = None,
+    *,
+    given: ConfigOptions,
     model: TrainedModel = None,
     data: DataPaths = None,
     out: Annotated[Path | None, Option("Folder to write the run to.", "FOLDER")] = None,
@@ -59,7 +56,6 @@ def command(
     allow_change: Annotated[
         list[str] | None, Option("Resume even though this setting has changed. Can be repeated.", "NAME")
     ] = None,
-    *,
     allow_pickle: AllowPickle,
     enable_fault_injection: Annotated[bool, Option(hidden=True)] = False,
     no_supervisor: Annotated[bool, Option("Train in this process, for debuggers. A crash ends the run.")] = False,
@@ -72,7 +68,6 @@ def command(
         Option("Export the model after training, unless the verdict is FAIL: `ollama`, `gguf,merged`.", "TARGETS"),
     ] = None,
     strict: Annotated[bool, Option(_STRICT)] = False,
-    offline: Offline = False,
     json: AsJson = False,
 ) -> int:
     """Train the model and test it (prepares the data first if needed)."""
@@ -83,18 +78,18 @@ def command(
         fix = f"`tunewell train --out {shlex.quote(rows)} --resume`"
         raise UserError(f"`{rows}` is a run, and no rows", fix=f"to resume it: {fix}")
     if rows is not None:
-        _write_first_config(rows, model, config, data, sets=set_ or (), can_ask=worker is None and not json)
+        _write_first_config(rows, model, given, data, can_ask=worker is None and not json)
 
     def load() -> "LoadedConfig":
         from tunewell.config.load import as_sets
         from tunewell.runs.config import index_sets, load_for_run
 
-        sets = [*as_sets(run=out, device=device), *index_sets(index), *with_offline(set_, offline)]
+        sets = [*as_sets(run=out, device=device), *index_sets(index), *given.sets]
         if no_validate:
             sets.append("verdict.after_training=false")
         if export is not None:
             sets.append(f"export.to={dumps([name.strip() for name in export.split(',')])}")
-        return load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
+        return load_for_run(given.config, sets, is_resuming=resume, model=model, data=data, seed=seed)
 
     if worker is None and not no_supervisor and not rehearse and can_supervise():
         return _supervise(load, context.obj)
@@ -166,19 +161,18 @@ def _report_ended(run: str, outcome: "Outcome", *, json: bool) -> int:
 def _write_first_config(
     rows: str,
     model: str | None,
-    config: Path | None,
+    given: ConfigOptions,
     data: list[str] | None,
     *,
-    sets: "Sequence[str]",
     can_ask: bool,
 ) -> None:
     """Write `tunewell.yaml` for these rows as `init` does, unless the existing one has these rows."""
     from tunewell.workflows.init import init_to_train
 
-    if config is not None or data:
+    if given.config is not None or data:
         raise UserError("the rows are named twice", fix="leave out `--config` and `--data`, or the first argument")
     with progress_and_questions(can_ask=can_ask) as (progress, ask):
-        result = init_to_train(rows, model=model, sets=sets, ask=ask, progress=progress)
+        result = init_to_train(rows, model=model, sets=given.set_ or (), ask=ask, progress=progress)
     if result is not None:
         from tunewell.cli.commands.init import config_table
 
