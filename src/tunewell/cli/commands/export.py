@@ -9,7 +9,7 @@ from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.screens.export import parity_screen
 from tunewell.cli.screens.verdict import lined
-from tunewell.core.progress import Progress
+from tunewell.cli.startup import import_libraries, keep_memory_on_cpu
 from tunewell.core.units import size_bytes
 from tunewell.export.options import ExportOptions
 
@@ -36,10 +36,7 @@ def command(
     # Whatever is wrong with the run is reported before torch is imported.
     ref = options.find_model(place)
     with ProofProcess() as proof, shown_stages() as progress:
-        progress(Progress("importing torch"))
-        from tunewell.cli.startup import import_libraries, keep_memory_on_cpu
-
-        import_libraries(device="cpu", model=ref.model, workflow="export")
+        import_libraries(progress, device="cpu", model=ref.model, workflow="export")
         keep_memory_on_cpu("cpu")
         from tunewell.workflows.export import export
 

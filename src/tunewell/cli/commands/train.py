@@ -21,6 +21,7 @@ from tunewell.cli.options import (
 )
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
+from tunewell.cli.startup import import_libraries
 from tunewell.core.errors import UserError
 from tunewell.core.features import find_hook
 from tunewell.core.launcher import is_first, num_restarts
@@ -119,12 +120,9 @@ def command(
         from tunewell.training.events import send_notes
 
         _require_environment(loaded, send_notes(listener))
-        listener(Progress("importing torch"))
-        # Importing torch takes seconds, so the screen is shown first.
-        from tunewell.cli.startup import import_libraries
-
         name = loaded.config.model
-        import_libraries(device=loaded.config.device, model=loaded.seen(name) if name else None)
+        # Importing torch takes seconds, so the screen is shown first.
+        import_libraries(listener, device=loaded.config.device, model=loaded.seen(name) if name else None)
         from tunewell.runs.heartbeat import send_to_supervisor
         from tunewell.workflows.train import run_training
 
@@ -203,12 +201,10 @@ def _rehearse(loaded: "LoadedConfig", options: "RunOptions", *, json: bool) -> i
     """Rehearse the run, print the result and return the exit code."""
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.screens.rehearsal import rehearsal_screen
-    from tunewell.cli.startup import import_libraries
 
     with shown_stages() as progress:
         _require_environment(loaded, lambda message: print(f"note: {message}", file=sys.stderr))  # noqa: T201
-        progress(Progress("importing torch"))
-        import_libraries(device=loaded.config.device)
+        import_libraries(progress, device=loaded.config.device)
         from tunewell.workflows.rehearse import rehearse
 
         result = rehearse(loaded, options, lambda event: progress(event) if isinstance(event, Progress) else None)
