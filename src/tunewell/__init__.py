@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tunewell.core.errors import UserError
+    from tunewell.core.progress import Progress
     from tunewell.data.corpus.reader import open_corpus
     from tunewell.features.compare.api import compare
     from tunewell.features.diagnose.diagnose import diagnose
@@ -15,9 +16,35 @@ if TYPE_CHECKING:
     from tunewell.features.retrieval.api import ask, index
     from tunewell.features.sweep.api import sweep
     from tunewell.library.functions import export, plan, prepare, rehearse, train, validate
-    from tunewell.library.model import load
+    from tunewell.library.model import Model, load
+    from tunewell.planning.result import PlanResult
+    from tunewell.records.report import Validation
+    from tunewell.runs.rehearsal import Rehearsal
+    from tunewell.runs.result import TrainResult
+    from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, RunStarted, StepTaken
+    from tunewell.workflows.export import ExportResult
+    from tunewell.workflows.prepare import PrepareResult
 
     __version__: str
+
+_HOMES = {
+    "tunewell.core.errors": ["UserError"],
+    "tunewell.core.progress": ["Progress"],
+    "tunewell.data.corpus.reader": ["open_corpus"],
+    "tunewell.library.functions": ["export", "plan", "prepare", "rehearse", "train", "validate"],
+    "tunewell.library.model": ["Model", "load"],
+    "tunewell.planning.result": ["PlanResult"],
+    "tunewell.records.report": ["Validation"],
+    "tunewell.runs.rehearsal": ["Rehearsal"],
+    "tunewell.runs.result": ["TrainResult"],
+    "tunewell.training.events": ["Evaluated", "Event", "Healed", "Note", "Rewound", "RunStarted", "StepTaken"],
+    "tunewell.workflows.export": ["ExportResult"],
+    "tunewell.workflows.prepare": ["PrepareResult"],
+}
+"""The module of each public name of the spine; `core/features.toml` has those of features.
+
+Modules are imported on first use, so that `import tunewell` is fast.
+"""
 
 __all__ = [
     "HealthCallback",
@@ -37,37 +64,37 @@ __all__ = [
     "sweep",
     "train",
     "validate",
+    # Results, and the events that `progress` receives.
+    "Evaluated",
+    "Event",
+    "ExportResult",
+    "Healed",
+    "Model",
+    "Note",
+    "PlanResult",
+    "PrepareResult",
+    "Progress",
+    "Rehearsal",
+    "Rewound",
+    "RunStarted",
+    "StepTaken",
+    "TrainResult",
+    "Validation",
 ]
-
-_HOMES = {
-    "UserError": "tunewell.core.errors",
-    "export": "tunewell.library.functions",
-    "load": "tunewell.library.model",
-    "open_corpus": "tunewell.data.corpus.reader",
-    "plan": "tunewell.library.functions",
-    "prepare": "tunewell.library.functions",
-    "rehearse": "tunewell.library.functions",
-    "train": "tunewell.library.functions",
-    "validate": "tunewell.library.functions",
-}
-"""The module of each public name of the spine; `core/features.toml` has those of features.
-
-Modules are imported on first use, so that `import tunewell` is fast.
-"""
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value = _version()
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
     else:
-        from tunewell.core.features import modules
+        home = next((module for module, names in _HOMES.items() if name in names), None)
+        if home is None and name in __all__:
+            from tunewell.core.features import modules
 
-        found = modules("functions") if name in __all__ else {}
-        if name not in found:
+            home = modules("functions").get(name)
+        if home is None:
             raise AttributeError(f"module 'tunewell' has no attribute {name!r}")
-        value = getattr(import_module(found[name]), name)
+        value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

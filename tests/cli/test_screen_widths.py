@@ -11,7 +11,7 @@ import pytest
 
 from tunewell.cli.commands.inspect import _bracketed
 from tunewell.cli.main import COMMANDS, main
-from tunewell.cli.options import train_command
+from tunewell.cli.options import ConfigOptions
 from tunewell.cli.render import cell_width, emit_error, ending, folded_table, hanging
 from tunewell.core.errors import UserError
 
@@ -139,7 +139,8 @@ def test_the_files_of_a_push_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_next_command_has_the_options_of_this_one() -> None:
-    shown = train_command(Path("a b.yaml"), model="M", data=["r.jsonl"], sets=["seed=1"], offline=True)
+    given = ConfigOptions(Path("a b.yaml"), ["seed=1"], offline=True)
+    shown = given.train_command(model="M", data=["r.jsonl"])
     assert shown == "tunewell train --config 'a b.yaml' --model M --data r.jsonl --set seed=1 --offline"
 
 

@@ -360,7 +360,7 @@ def test_what_will_be_written_is_said_first_and_held_against_the_disk(
     options = {"to": ("adapter", "merged", "ollama"), "out": tmp_path / "out", "gguf": ("q8_0", "q4_k_m")}
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda place: _Usage(1 << 20))
     with pytest.raises(UserError, match="not enough disk space") as caught:
-        tunewell.export(model / "adapter", announce=told.append, **options)
+        workflow.export(model / "adapter", announce=told.append, **options)
     said = str(caught.value)
     assert all(name in said for name in ("adapter ", "merged bf16 ", "gguf q8_0 ", "gguf q4_k_m "))
     assert "temporarily" not in said, "GGUF files are written from memory"
@@ -368,7 +368,7 @@ def test_what_will_be_written_is_said_first_and_held_against_the_disk(
     monkeypatch.setattr(workflow, "make_reference", _stop)
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda place: _Usage(1 << 40))
     with pytest.raises(KeyboardInterrupt):
-        tunewell.export(model / "adapter", announce=told.append, **options)
+        workflow.export(model / "adapter", announce=told.append, **options)
     assert told[0].startswith("will write about adapter ") and told[0].endswith(" free")
 
 

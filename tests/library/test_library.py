@@ -134,6 +134,36 @@ def test_answers_to_a_list_are_those_to_each_and_follow_the_seed(base: str) -> N
         model.generate(5)  # type: ignore[call-overload]
 
 
+def test_settings_are_values_by_key_and_override_sets(base: str) -> None:
+    """`sets=["train.epochs=1"]` is a command line in Python; numbers, lists and names with commas are values."""
+    rows = [row(number) for number in range(12)]
+    settings = {"packing.context_length": 128, "corpus": Path("own, corpus"), "data.held_out": 0.25}
+    found = tunewell.prepare(model=base, data=rows, sets=["corpus=other"], settings=settings, progress=False)
+    assert (found.corpus, found.manifest.packing.context_length) == (Path("own, corpus"), 128)
+    assert found.manifest.held_out == 4, "a quarter of the documents, and their near duplicates"
+    with pytest.raises(UserError, match=r"train\.epoch"):
+        tunewell.prepare(model=base, data=rows, settings={"train.epoch": 1}, progress=False)
+
+
+def test_chat_takes_messages_and_streams(base: str) -> None:
+    """A conversation from elsewhere is a list of messages; the next text continues it."""
+    model = tunewell.load(base, device="cpu")
+    reply = model.chat("Hello")
+    assert "".join(model.stream("And you?")) == model.chat(
+        [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": "And you?"},
+        ]
+    )
+    assert "messages=4" in repr(model)
+    model.chat("More")
+    assert "messages=6" in repr(model)
+    for wrong in ([], [{"role": "assistant", "content": "Hello"}], [{"role": "user"}], [{"role": "tool"}]):
+        with pytest.raises(UserError, match="in turn"):
+            model.chat(wrong)
+
+
 def test_a_dataset_with_several_splits_asks_which_one(base: str) -> None:
     """Training on the test split by accident is worse than an error."""
     datasets = pytest.importorskip("datasets")

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import replace
 from typing import Any, TextIO, cast
 
@@ -68,39 +69,27 @@ def run() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command, and return its exit code. No Exception is raised."""
-    before = sys.stderr
-    sys.stderr = cast(TextIO, RedactedStream(before))
-    try:
-        return _main(arguments)
-    finally:
-        sys.stderr = before
-
-
-def _main(arguments: Sequence[str]) -> int:
-    wants_json = "--json" in arguments
-    try:
-        code = _dispatch(arguments)
-        sys.stdout.flush()
-    except UserError as error:
-        return _report(error, wants_json=wants_json)
-    except BrokenPipeError:
-        return EXIT_PIPE
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        return EXIT_INTERRUPTED
-    except OSError as error:
-        explained = explain_os_error(error)
-        if explained is None:
-            return _crash(error, arguments, wants_json=wants_json)
-        return _report(explained, wants_json=wants_json)
-    except Exception as error:  # noqa: BLE001  the outermost boundary: every bug ends here, with its traceback saved
-        return _crash(error, arguments, wants_json=wants_json)
-    return code
+    with redirect_stderr(cast(TextIO, RedactedStream(sys.stderr))):
+        try:
+            code = _dispatch(arguments)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            return EXIT_PIPE
+        except KeyboardInterrupt:
+            sys.stderr.write("\ninterrupted\n")
+            return EXIT_INTERRUPTED
+        except Exception as error:  # noqa: BLE001  the outermost boundary: every bug ends here, with its traceback saved
+            known = explain_os_error(error) if isinstance(error, OSError) else error
+            if isinstance(known, UserError):
+                return _report(known, wants_json="--json" in arguments)
+            return _crash(error, arguments)
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
     if not arguments or list(arguments) == ["--json"]:
-        return _show_overview(is_json=bool(arguments))
+        emit(_overview(is_json=bool(arguments)))
+        return 0
     name = arguments[0]
     if name in dict(COMMANDS) or name in PLUGINS:
         try:
@@ -129,17 +118,16 @@ def _version() -> str:
     return __version__
 
 
-def _show_overview(*, is_json: bool) -> int:
-    """Print where the project in this folder stands; in a folder without one, the commands and how to start."""
+def _overview(*, is_json: bool) -> str:
+    """Return where the project in this folder stands; in a folder without one, the commands and how to start."""
     from tunewell.runs.overview import read_overview
 
     found = read_overview()
     if is_json:
-        emit(json_text(found.as_json()))
-        return 0
-    lines = [_help(), ""] if not found.entries else [folded_table([list(entry) for entry in found.entries])]
-    emit("\n".join([*lines, hanging("start: " if not found.entries else "next: ", found.next_step)]))
-    return 0
+        return json_text(found.as_json())
+    if found.entries:
+        return f"{folded_table(found.entries)}\n{hanging('next: ', found.next_step)}"
+    return f"{_help()}\n\n{hanging('start: ', found.next_step)}"
 
 
 def _help() -> str:
@@ -187,7 +175,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
         # Not `parser.main`, which turns an interrupt and a closed pipe into plain exits.
         # `obj` contains the original arguments, which `train` passes to the process that it supervises.
         with parser.make_context(f"tunewell {name}", list(arguments), obj=tuple(arguments)) as context:
-            parser.invoke(context)
+            return parser.invoke(context) or 0
     except typer.Exit as leave:
         return leave.exit_code
     except typer.Abort:
@@ -199,7 +187,6 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
         takes_rows = "extra argument" in message and any("--data" in own.opts for own in parser.params)
         fix = f"{'name the rows with `--data PATH`; ' if takes_rows else ''}see `tunewell {name} --help`"
         raise UserError(message[:1].lower() + message[1:].rstrip("."), fix=fix) from None
-    return 0
 
 
 def _report(error: UserError, *, wants_json: bool) -> int:
@@ -211,7 +198,7 @@ def _report(error: UserError, *, wants_json: bool) -> int:
     return EXIT_USER
 
 
-def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> int:
+def _crash(error: Exception, arguments: Sequence[str]) -> int:
     """Save the traceback to a file, and print one line about the error."""
     trace = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -225,7 +212,7 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
         where = "above"
     finding = _known_failure(trace)
     what = "this is a bug in tunewell or a fault of the machine" if finding is None else finding["title"]
-    if wants_json:
+    if "--json" in arguments:
         fix = None if finding is None else finding["fix"]
         emit(json_text({"error": {"what": f"{what}: {summary}", "where": where, "fix": fix, "finding": finding}}))
     advice = "; `tunewell doctor` finds broken packages" if isinstance(error, ImportError) else ""

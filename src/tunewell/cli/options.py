@@ -2,12 +2,15 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from tunewell.core.options import Argument, Option
+
+if TYPE_CHECKING:
+    from tunewell.config.load import LoadedConfig
 
 ConfigFile = Annotated[
     Path | None,
@@ -28,43 +31,56 @@ IndexOption = Annotated[str | None, Option("Answer from this index, made by `tun
 Device = Annotated[str, Option("Device: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.", "NAME")]
 RunDevice = Annotated[str | None, Option("Device: `cpu`, `cuda`, `cuda:1` or `mps`.", "NAME")]
 AllowPickle = Annotated[bool, Option("Load `.pt` or `.bin` weights, which can run code. Trusted files only.")]
-Offline = Annotated[bool, Option("Use earlier downloads of remote rows, and send no requests.")]
-AsJson = Annotated[bool, Option("Print JSON.")]
+Offline = Annotated[bool, Option("Use earlier downloads of remote rows, and send no requests.", is_last=True)]
+AsJson = Annotated[bool, Option("Print JSON.", is_last=True)]
 
 
-def train_command(
-    config: Path | None = None,
-    *,
-    model: str | None = None,
-    data: Sequence[str] = (),
-    sets: Sequence[str] = (),
-    offline: bool = False,
-) -> str:
-    """Return the `tunewell train` command with the same options as this command."""
-    given = {"--config": [config] if config else [], "--model": [model] if model else [], "--data": data, "--set": sets}
-    options = [str(part) for name, values in given.items() for value in values for part in (name, value)]
-    return shlex.join(["tunewell", "train", *options, *(["--offline"] if offline else [])])
+@dataclass(frozen=True)
+class ConfigOptions:
+    """The options of a command that name a config and change it."""
+
+    config: ConfigFile = None
+    set_: Sets = None
+    offline: Offline = False
+
+    @property
+    def sets(self) -> list[str]:
+        """The values of `--set`, with `storage.offline` for `--offline`."""
+        return [*(self.set_ or ()), *(["storage.offline=true"] if self.offline else [])]
+
+    def load(self, **flags: Any) -> "LoadedConfig":
+        """Return the config; `flags` are other options of the command, like `model`."""
+        from tunewell.config.load import load_config
+
+        return load_config(self.config, self.sets, **flags)
+
+    def train_command(
+        self, *, model: str | None = None, data: Sequence[str] | None = None, sets: Sequence[str] = ()
+    ) -> str:
+        """Return the `tunewell train` command with the same options as this command."""
+        given = {
+            "--config": [self.config],
+            "--model": [model],
+            "--data": data or (),
+            "--set": [*(self.set_ or ()), *sets],
+        }
+        options = [str(part) for name, values in given.items() for value in values if value for part in (name, value)]
+        return shlex.join(["tunewell", "train", *options, *(["--offline"] if self.offline else [])])
 
 
-def with_offline(sets: list[str] | None, is_offline: bool) -> list[str]:
-    """Return the values of `--set`, with `storage.offline` for `--offline`."""
-    return [*(sets or ()), *(["storage.offline=true"] if is_offline else [])]
-
-
-def typer_function(command: Callable[..., None]) -> Callable[..., None]:
+def typer_function(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Return a command as typer reads it: its options as typer's, and the fields of a dataclass as single options."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in _hints(command).items() if is_dataclass(hint)}
 
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> int | None:
         for name, group in groups.items():
-            given = {field.name: values.pop(field.name) for field in fields(group) if field.name in values}
+            given = {option: values.pop(option) for option, _, _ in _declared(group)}
             values[name] = group(**given)
-        command(**values)
+        return command(**values)
 
     declared = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=_for_typer(name, hint))
-        for name, hint, default in _declared(command, hints)
+        for name, hint, default in sorted(_declared(command), key=_is_last)
     ]
     run.__doc__ = command.__doc__
     run.__annotations__ = {one.name: one.annotation for one in declared}
@@ -72,16 +88,25 @@ def typer_function(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _declared(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _is_last(declared: tuple[str, Any, Any]) -> bool:
+    return any(isinstance(part, Option) and part.is_last for part in get_args(declared[1]))
+
+
+def _hints(command: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(command, include_extras=True)
+
+
+def _declared(command: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name, the type and the default of each option. A flag without a default is not set."""
+    hints = _hints(command)
     for name, parameter in signature(command).parameters.items():
-        if not is_dataclass(hints[name]):
-            is_flag = parameter.default is Parameter.empty and bool in get_args(hints[name])
-            yield name, hints[name], False if is_flag else parameter.default
-            continue
-        for field in fields(hints[name]):
-            if any(isinstance(part, Option) for part in get_args(field.type)):
-                yield field.name, field.type, field.default
+        hint = hints[name]
+        is_option = any(isinstance(part, Option) for part in get_args(hint))
+        if is_dataclass(hint):
+            yield from _declared(hint)  # type: ignore[arg-type]
+        elif is_option or not is_dataclass(command):
+            is_flag = parameter.default is Parameter.empty and bool in get_args(hint)
+            yield name, hint, False if is_flag else parameter.default
 
 
 def _for_typer(name: str, hint: Any) -> Any:

@@ -7,6 +7,7 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import count, zip_longest
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tunewell.core.errors import UserError
@@ -76,9 +77,14 @@ def json_text(value: Any, *, has_answer: bool = False) -> AsIs:
     return AsIs(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
+def escape_controls(text: str) -> str:
+    """Escape what a terminal would obey, such as `\\x1b`, and marks that make a line appear as different text."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def emit_error(error: UserError) -> None:
     """Write a user error to stderr, folded to the width of a terminal. What a terminal would obey is escaped."""
-    text = "error: " + _CONTROLS.sub(lambda found: repr(found[0])[1:-1], str(error))
+    text = "error: " + escape_controls(str(error))
     if sys.stderr.isatty():
         text = "\n".join(_folded(line) for line in text.splitlines())
     sys.stderr.write(text + "\n")
@@ -100,18 +106,13 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: in
     model         SmolLM2-135M    135 M parameters
     micro-batch   16,384 tokens   fits in memory
     """
-    num_columns = max((len(row) for row in rows), default=0)
-    widths = [
-        max((cell_width(row[column]) for row in rows if column < len(row)), default=0) for column in range(num_columns)
-    ]
-    lines = []
-    for row in rows:
-        cells = []
-        for number, cell in enumerate(row):
-            padding = " " * (widths[number] - cell_width(cell))
-            cells.append(padding + cell if number in right else cell + padding)
-        lines.append((" " * gap).join(cells).rstrip())
-    return "\n".join(lines)
+    widths = [max(map(cell_width, column)) for column in zip_longest(*rows, fillvalue="")]
+
+    def padded(number: int, cell: str) -> str:
+        padding = " " * (widths[number] - cell_width(cell))
+        return padding + cell if number in right else cell + padding
+
+    return "\n".join((" " * gap).join(map(padded, count(), row)).rstrip() for row in rows)
 
 
 def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: int = 3) -> str:

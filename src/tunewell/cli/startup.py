@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tunewell.core.progress import Progress, ProgressListener, silent
+
 
 def clean_up_when_terminated() -> None:
     """End with an exception on SIGTERM, so that a child and temporary folders are removed; a second one is ignored."""
@@ -20,8 +22,15 @@ def clean_up_when_terminated() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
-def import_libraries(*, device: str, model: str | Path | None = None, workflow: str = "train") -> None:
+def import_libraries(
+    progress: ProgressListener = silent,
+    *,
+    device: str,
+    model: str | Path | None = None,
+    workflow: str = "train",
+) -> None:
     """Import torch, transformers and a workflow; meanwhile, read the weights ahead and initialise the GPU."""
+    progress(Progress("importing torch"))
     _read_ahead(model)
     gc.disable()  # imports create many objects and free few; collecting took a sixth of their time
     import torch

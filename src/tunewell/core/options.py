@@ -5,6 +5,7 @@ nothing here imports typer, so that workflows and the library can use the same d
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,9 @@ class Option:
     min: float | None = None
     max: float | None = None
     hidden: bool = False
-    kind: type | None = None
+    is_last: bool = False
+    """Whether the help lists it at the end: an option of many commands."""
+    kind: Any = None
     """The type on the command line, if the library takes others too."""
 
 

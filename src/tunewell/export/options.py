@@ -4,12 +4,13 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 from tunewell.core.errors import UserError
-from tunewell.core.options import WeightsOptions
+from tunewell.core.options import Option, WeightsOptions
 from tunewell.model_files.presets import is_preset
 
 if TYPE_CHECKING:
@@ -19,25 +20,33 @@ _OLLAMA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/-]*")
 _NOT_IN_OLLAMA_NAME = re.compile(r"[^a-z0-9._-]+")
 
 
+def _names(values: Sequence[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
 @dataclass(frozen=True)
 class ExportOptions(WeightsOptions):
-    """The options of an export. Every option has a default."""
+    """The options of an export. Names may be a list, or separated by commas."""
 
-    to: Sequence[str] | str | None = ()
-    """Names of export targets, as a list or separated by commas. Default: `export.to` of the config. If that is empty:
-    `gguf` if `gguf` is set, otherwise `adapter`, or `merged` for a model without an adapter."""
-    out: str | Path | None = None
-    """Output folder. Default: `export` in the run's folder."""
-    precision: str | None = None
-    """Precision of merged weights: `bf16`, `fp16` or `fp32`."""
-    gguf: Sequence[str] | str | None = ()
-    """GGUF types: `f32`, `f16`, `bf16`, `q8_0`, `q6_k`, `q5_k_m`, `q4_k_m`, as a list or separated by commas."""
-    checkpoint: str | int = "best"
-    """`best`, `last` or a step."""
-    base: str | Path | None = None
-    """Base model of the adapter, if the adapter's config does not name it."""
-    name: str | None = None
-    """Name of the model in Ollama."""
+    to: Annotated[
+        Sequence[str] | str | None,
+        Option(f"Export targets, separated by commas: {_names(EXPORT_TARGETS.names())}.", "TARGETS", kind=str),
+    ] = None
+    """Default: `export.to` of the config. If that is empty: `gguf` if `gguf` is set, otherwise `adapter`, or `merged`
+    for a model without an adapter."""
+    gguf: Annotated[
+        Sequence[str] | str | None,
+        Option(f"GGUF types, separated by commas: {_names(get_args(GgufFormat))}.", "TYPES", kind=str),
+    ] = None
+    precision: Annotated[str | None, Option(f"Precision of merged weights: {_names(get_args(MergedPrecision))}.")] = (
+        None
+    )
+    out: Annotated[str | Path | None, Option("Folder to write. Default: `export` in the run's folder.", kind=Path)] = (
+        None
+    )
+    checkpoint: Annotated[str | int, Option("`best` by held-out loss, `last`, or a step.", kind=str)] = "best"
+    base: Annotated[str | Path | None, Option("The base model, if the adapter does not name it.", kind=str)] = None
+    name: Annotated[str | None, Option("Name of the model in Ollama. Default: the run's name.")] = None
     sets: Sequence[str] | str = ()
     """Config values, as `KEY=VALUE`."""
     creates: bool = True
@@ -62,6 +71,13 @@ class ExportOptions(WeightsOptions):
             base=None if self.base is None else str(self.base),
             sets=[self.sets] if isinstance(self.sets, str) else self.sets,
         )
+
+    def find_model(self, place: "str | PathLike[str] | ModelRef | None") -> "ModelRef":
+        """Return the model to export; raise UserError if it is not found."""
+        from tunewell.runs.resolve import resolve_model
+
+        base = None if self.base is None else str(self.base)
+        return resolve_model(place, checkpoint=str(self.checkpoint), base=base, sets=self.sets)
 
     def resolved(self, ref: "ModelRef") -> "ExportOptions":
         """Return the options with the defaults of the model and its config filled in."""

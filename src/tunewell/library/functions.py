@@ -1,11 +1,13 @@
 """The public functions `plan`, `train`, `prepare`, `validate` and `export`, with one calling convention.
 
-A config is a path or a mapping; keyword arguments override it. `data` is a path, a list of paths, a list of dicts, a
+A config is a path or a mapping; keyword arguments override it. `settings` are values by key, like
+`{"train.epochs": 1}`; `sets` are the same as text, `KEY=VALUE`. `data` is a path, a list of paths, a list of dicts, a
 `datasets.Dataset` or a pandas DataFrame. `progress` is True, False (no output) or a function that receives every event.
 Workflows that need torch are imported when they are called, so that `prepare` works without torch.
 """
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tunewell.config.load import ConfigLike, LoadedConfig, as_sets
+from tunewell.config.load import ConfigLike, as_sets
 from tunewell.core.errors import UserError
 from tunewell.core.files import make_private, write_atomic
 from tunewell.library.progress import Show, shown
@@ -28,8 +30,17 @@ from tunewell.workflows.prepare import PrepareResult
 from tunewell.workflows.prepare import prepare as run_prepare
 
 if TYPE_CHECKING:
+    from tunewell.evaluation.metrics import Metric
     from tunewell.runs.rehearsal import Rehearsal
     from tunewell.workflows.export import ExportResult
+
+StrPath = str | os.PathLike[str]
+ModelPath = StrPath | None
+"""A run, an adapter or a model: a path, a name or the result of `train`. None is the run of the current folder."""
+Data = StrPath | Iterable[Any] | None
+"""Rows: a path, a list of paths, a list of dicts, a `datasets.Dataset` or a pandas DataFrame."""
+Settings = Mapping[str, Any]
+"""Values of config keys by dotted name: `{"train.epochs": 1}`. They override the config and `sets`."""
 
 # Rows from memory (a list of dicts, a `datasets.Dataset` or a pandas DataFrame) are saved as a JSON lines file.
 
@@ -38,14 +49,14 @@ ROWS_FOLDER = Path(".tunewell") / "rows"
 _FIX = "give a path, a list of paths, a list of dicts, a `datasets.Dataset` or a pandas DataFrame"
 
 
-def data_paths(data: Any) -> list[str] | None:
+def data_paths(data: Data) -> list[str] | None:
     """Return the paths in `data`. Rows from memory are saved to a file named by their hash."""
     if data is None:
         return None
-    if isinstance(data, str | Path):
-        data = [data]
-    if isinstance(data, Sequence) and data and all(isinstance(entry, str | Path) for entry in data):
-        return [str(entry) for entry in data]
+    if isinstance(data, str | os.PathLike):
+        return [os.fspath(data)]
+    if isinstance(data, Sequence) and data and all(isinstance(entry, str | os.PathLike) for entry in data):
+        return [os.fspath(entry) for entry in data]
     return [str(_save(_rows_of(data)))]
 
 
@@ -115,43 +126,46 @@ def _plain(value: Any) -> Any:
     return convert()
 
 
-ModelPath = str | os.PathLike[str] | None
-"""A run, an adapter or a model: a path, a name or the result of `train`. None is the run of the current folder."""
+def all_sets(sets: Sequence[str], settings: Settings | None) -> list[str]:
+    """Return `KEY=VALUE` texts, and after them the settings as such texts. Values are written as JSON."""
+    added = (settings or {}).items()
+    values = [f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in added]
+    return [*([sets] if isinstance(sets, str) else sets), *values]
 
 
-def _load(
-    config: ConfigLike, sets: Sequence[str], *, model: ModelPath, data: Any, is_resuming: bool = False
-) -> LoadedConfig:
-    return load_for_run(config, sets, is_resuming=is_resuming, model=_text(model), data=data_paths(data))
+def text_of(path: ModelPath) -> str | None:
+    """Return a path as text, and None as it is."""
+    return None if path is None else os.fspath(path)
 
 
 def train(
     config: ConfigLike = None,
     *,
     model: ModelPath = None,
-    data: Any = None,
-    index: str | Path | None = None,
-    out: str | Path | None = None,
+    data: Data = None,
+    index: StrPath | None = None,
+    out: StrPath | None = None,
     resume: bool = False,
-    progress: Show = True,
-    on_step: Callable[[StepTaken], None] | None = None,
-    on_evaluate: Callable[[Evaluated], None] | None = None,
+    settings: Settings | None = None,
     sets: Sequence[str] = (),
     allow_changes: Sequence[str] = (),
     allow_pickle: bool = False,
+    on_step: Callable[[StepTaken], None] | None = None,
+    on_evaluate: Callable[[Evaluated], None] | None = None,
+    progress: Show = True,
 ) -> TrainResult:
     """Train a model and validate it. The corpus is prepared first if needed.
 
-    `out` is the run folder. With `index`, made by `tunewell index`, the model learns to answer from passages. `sets`
-    are `KEY=VALUE` strings, as for `--set`. `allow_changes` lists the settings that may have changed since the first
-    start, with `resume`. Raises UserError before the first step for problems that the caller can fix. After the first
-    step, checkpoints stay on disk.
+    `out` is the run folder. With `index`, made by `tunewell index`, the model learns to answer from passages.
+    `allow_changes` lists the settings that may have changed since the first start, with `resume`. Raises UserError
+    before the first step for problems that the caller can fix. After the first step, checkpoints stay on disk.
     """
     from tunewell.workflows.train import run_training
 
-    settings = [*as_sets(run=out), *index_sets(index), *_as_list(sets)]
-    loaded = _load(config, settings, model=model, data=data, is_resuming=resume)
-    options = RunOptions(is_resuming=resume, allowed_changes=_as_list(allow_changes), allow_pickle=allow_pickle)
+    fixed = [*as_sets(run=text_of(out)), *index_sets(text_of(index)), *all_sets(sets, settings)]
+    loaded = load_for_run(config, fixed, is_resuming=resume, model=text_of(model), data=data_paths(data))
+    changes = [allow_changes] if isinstance(allow_changes, str) else allow_changes
+    options = RunOptions(is_resuming=resume, allowed_changes=changes, allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:
 
         def listen(event: Event) -> None:
@@ -164,7 +178,7 @@ def train(
         result = run_training(loaded, options, listen)
         if not loaded.config.export.to:
             return result
-        from tunewell.workflows.finish import export_after_training
+        from tunewell.workflows.export import export_after_training
 
         step = export_after_training(loaded, result, allow_pickle=allow_pickle, progress=listen)
         notes = [*result.notes, *([step.note] if step.note else [])]
@@ -176,10 +190,11 @@ def rehearse(
     config: ConfigLike = None,
     *,
     model: ModelPath = None,
-    data: Any = None,
-    progress: Show = True,
+    data: Data = None,
+    settings: Settings | None = None,
     sets: Sequence[str] = (),
     allow_pickle: bool = False,
+    progress: Show = True,
 ) -> "Rehearsal":
     """Train on a few rows for two minutes at most, before a long run. No run is written; the corpus is prepared.
 
@@ -188,7 +203,8 @@ def rehearse(
     """
     from tunewell.workflows.rehearse import rehearse as run_rehearsal
 
-    loaded = _load(config, sets, model=model, data=data)
+    fixed = all_sets(sets, settings)
+    loaded = load_for_run(config, fixed, is_resuming=False, model=text_of(model), data=data_paths(data))
     with shown(progress) as show:
         return run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show)
 
@@ -197,11 +213,12 @@ def plan(
     config: ConfigLike = None,
     *,
     model: ModelPath = None,
-    data: Any = None,
+    data: Data = None,
     measure: bool = True,
     gpus: Sequence[str] = (),
-    progress: Show = True,
+    settings: Settings | None = None,
     sets: Sequence[str] = (),
+    progress: Show = True,
 ) -> PlanResult:
     """Predict whether a run fits, how long it takes and what it costs. The corpus is prepared if needed.
 
@@ -210,52 +227,103 @@ def plan(
     from tunewell.workflows.plan import PlanOptions
     from tunewell.workflows.plan import plan as run_plan
 
-    loaded = _load(config, sets, model=model, data=data)
+    fixed = all_sets(sets, settings)
+    loaded = load_for_run(config, fixed, is_resuming=False, model=text_of(model), data=data_paths(data))
     with shown(progress) as show:
-        return run_plan(loaded, PlanOptions(measure, _as_list(gpus)), progress=show)
+        return run_plan(loaded, PlanOptions(measure, [gpus] if isinstance(gpus, str) else gpus), progress=show)
 
 
 def prepare(
     config: ConfigLike = None,
     *,
     model: ModelPath = None,
-    data: Any = None,
-    out: str | Path | None = None,
-    progress: Show = True,
+    data: Data = None,
+    out: StrPath | None = None,
+    settings: Settings | None = None,
     sets: Sequence[str] = (),
+    progress: Show = True,
 ) -> PrepareResult:
     """Build a corpus from rows, in the folder `out`. An up-to-date corpus is reused."""
+    fixed, paths = all_sets(sets, settings), data_paths(data)
     with shown(progress) as show:
-        return run_prepare(
-            config, sets=_as_list(sets), model=_text(model), data=data_paths(data), out=out, progress=show
-        )
+        return run_prepare(config, sets=fixed, model=text_of(model), data=paths, out=text_of(out), progress=show)
 
 
-def validate(model: ModelPath = None, *, data: Any = None, progress: Show = True, **options: Any) -> Validation:
+def validate(
+    model: ModelPath = None,
+    *,
+    data: Data = None,
+    checkpoint: str | int = "best",
+    base: ModelPath = None,
+    template: str | None = None,
+    metrics: Mapping[str, "Metric"] | None = None,
+    lm_eval: Sequence[str] = (),
+    device: str = "auto",
+    out: StrPath | None = None,
+    settings: Settings | None = None,
+    sets: Sequence[str] = (),
+    allow_pickle: bool = False,
+    progress: Show = True,
+) -> Validation:
     """Validate a run (by default the one of the config in the current folder), an adapter or a model.
 
-    `options` are those of the command: `base=`, `checkpoint=`, `sets=`, `out=`, `device=`, `metrics=`, ...
+    `metrics` are functions by name, `fn(question, answer, reference) -> number`. The other parameters are the options
+    of `tunewell validate`.
     """
+    from tunewell.evaluation.session import ValidateOptions
     from tunewell.workflows.validate import validate as run_validate
 
+    options = ValidateOptions(
+        data=data_paths(data),
+        checkpoint=str(checkpoint),
+        base=text_of(base),
+        template=template,
+        metrics=metrics or {},
+        lm_eval=[lm_eval] if isinstance(lm_eval, str) else lm_eval,
+        device=device,
+        out=text_of(out),
+        sets=all_sets(sets, settings),
+        allow_pickle=allow_pickle,
+    )
     with shown(progress) as show:
-        return run_validate(model, progress=show, data=data_paths(data), **options)
+        return run_validate(model, options=options, progress=show)
 
 
-def export(model: ModelPath = None, *, progress: Show = True, **options: Any) -> "ExportResult":
+def export(
+    model: ModelPath = None,
+    *,
+    to: str | Sequence[str] | None = None,
+    gguf: str | Sequence[str] | None = None,
+    precision: str | None = None,
+    out: StrPath | None = None,
+    checkpoint: str | int = "best",
+    base: ModelPath = None,
+    name: str | None = None,
+    creates: bool = True,
+    settings: Settings | None = None,
+    sets: Sequence[str] = (),
+    allow_pickle: bool = False,
+    progress: Show = True,
+) -> "ExportResult":
     """Export a run, an adapter or a model, and verify every artefact.
 
-    `options` are those of the command: `to="gguf,ollama"`, `gguf="q8_0"`, `precision=`, `out=`, `checkpoint=`, ...
+    `to` and `gguf` are lists, or texts with commas: `to="gguf,ollama"`, `gguf="q8_0"`. `name` is the name in Ollama;
+    with `creates`, `ollama create` is called. The other parameters are the options of `tunewell export`.
     """
+    from tunewell.export.options import ExportOptions
     from tunewell.workflows.export import export as run_export
 
+    options = ExportOptions(
+        to=to,
+        gguf=gguf,
+        precision=precision,
+        out=text_of(out),
+        checkpoint=checkpoint,
+        base=text_of(base),
+        name=name,
+        creates=creates,
+        sets=all_sets(sets, settings),
+        allow_pickle=allow_pickle,
+    )
     with shown(progress) as show:
-        return run_export(model, progress=show, **options)
-
-
-def _text(value: ModelPath) -> str | None:
-    return None if value is None else os.fspath(value)
-
-
-def _as_list(values: Sequence[str]) -> list[str]:
-    return [values] if isinstance(values, str) else list(values)
+        return run_export(model, order=options, progress=show)

@@ -1,15 +1,18 @@
 """`tunewell.load`: load a run, an adapter or a model for chat and generation."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
-from os import PathLike, fspath
 from typing import overload
 
 from tunewell.core.errors import UserError
 from tunewell.core.options import WeightsOptions
 from tunewell.inference.chat import Chat, ChatOptions
 from tunewell.inference.chat_model import ChatModel, open_chat_model
+from tunewell.library.functions import ModelPath, text_of
 from tunewell.runs.resolve import resolve_model
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: `[{"role": "user", "content": "Hello"}]`, first perhaps a message of `system`."""
 
 
 class Model:
@@ -20,9 +23,28 @@ class Model:
         self._chat = Chat(opened, system)
         self.name = name
 
-    def chat(self, message: str) -> str:
-        """Return the model's reply. The next call continues the conversation; `reset()` starts a new one."""
-        return "".join(self._chat.reply(message))
+    def chat(self, message: str | Messages) -> str:
+        """Return the model's reply to a text, or to the last of several messages, which replace the conversation.
+
+        The next call continues the conversation; `reset()` starts a new one.
+        """
+        return "".join(self.stream(message))
+
+    def stream(self, message: str | Messages) -> Generator[str, None, None]:
+        """Yield the reply of `chat` as it is generated. Closing the iterator stops the reply."""
+        if isinstance(message, str):
+            return self._chat.reply(message)
+        turns = [dict(turn) for turn in message]
+        system = turns.pop(0).get("content") if turns and turns[0].get("role") == "system" else None
+        roles = [turn.get("role") for turn in turns if isinstance(turn.get("content"), str)]
+        if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+            raise UserError(
+                "the messages are not of `user` and `assistant` in turn, the last of `user`",
+                fix='like `[{"role": "user", "content": "Hello"}]`, after a message of `system` if there is one',
+            )
+        self.reset(system=system)
+        self._chat.messages += turns[:-1]
+        return self._chat.reply(turns[-1]["content"])
 
     def reset(self, *, system: str | None = None) -> None:
         """Start a new conversation, with a new system prompt if `system` is given."""
@@ -68,10 +90,10 @@ class Model:
 
 
 def load(
-    model: str | PathLike[str] | None = None,
+    model: ModelPath = None,
     *,
     checkpoint: str | int = "best",
-    base: str | PathLike[str] | None = None,
+    base: ModelPath = None,
     device: str = "auto",
     system: str | None = None,
     allow_pickle: bool = False,
@@ -81,6 +103,6 @@ def load(
     `checkpoint` is `best` by held-out loss, `last` or a step. `base` is the base model of an adapter that does not name
     it. Raises UserError if the model is not found.
     """
-    ref = resolve_model(model, checkpoint=str(checkpoint), base=None if base is None else fspath(base))
+    ref = resolve_model(model, checkpoint=str(checkpoint), base=text_of(base))
     opened = open_chat_model(ref, device=device, weights=WeightsOptions(allow_pickle=allow_pickle), backend="llama_cpp")
     return Model(opened, name=ref.name, system=system)

@@ -2,21 +2,22 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tunewell.cli.progress import shown_progress
+from tunewell.cli.screens.run_state import RunState
 from tunewell.cli.screens.training import shown_training
 from tunewell.core.html import render
 from tunewell.core.progress import Progress, silent
 from tunewell.core.units import count
-from tunewell.training.events import Evaluated, Event, Listener, RunStarted, StepTaken
+from tunewell.training.events import Evaluated, Event, Listener
 
 _UPDATE_SECONDS = 0.5
 _MAX_TABLE_ROWS = 20
 
-Show = bool | Callable[[Any], None]
+Show = bool | Listener
 """True: the default display for a terminal or notebook. False: no output. A function: called with every event."""
 
 
@@ -60,25 +61,16 @@ class NotebookTable:
     """A listener that shows a table in a notebook cell: the stage, the last step, and one row per evaluation."""
 
     def __init__(self) -> None:
-        self._stage = ""
-        self._num_steps = 0
+        self._run = RunState()
         self._rows: list[tuple[int, float | None, float | None]] = []
-        self._last: StepTaken | None = None
         self._handle: Any = None
         self._drawn = 0.0
 
     def __call__(self, event: Event) -> None:
         """Record an event and redraw the table, at most twice a second."""
-        match event:
-            case Progress(stage=stage, done=done, total=total):
-                self._stage = f"{stage} ({count(done)} of {count(total)})" if total else stage
-            case RunStarted():
-                self._num_steps = event.plan.num_steps.value
-                self._stage = "training"
-            case StepTaken():
-                self._last, self._stage = event, "training"
-            case Evaluated():
-                self._rows.append((event.step, self._last.loss if self._last else None, event.loss))
+        if isinstance(event, Evaluated):
+            self._rows.append((event.step, self._run.last.loss if self._run.last else None, event.loss))
+        self._run(event)
         self.update()
 
     def update(self, *, is_final: bool = False) -> None:
@@ -87,15 +79,19 @@ class NotebookTable:
         if not is_final and now - self._drawn < _UPDATE_SECONDS:
             return
         self._drawn = now
+        run, progress = self._run, self._run.stage_text.progress
+        stage = run.stage or ("training" if run.start else "")
+        if run.stage and progress.total:
+            stage += f" ({count(progress.done)} of {count(progress.total)})"
         from IPython.display import HTML, display  # type: ignore[reportMissingImports]
 
         page = HTML(
             render(
                 "tunewell.library",
                 "progress.html",
-                stage="" if is_final else self._stage,
-                last=self._last,
-                num_steps=self._num_steps,
+                stage="" if is_final else stage,
+                last=run.last,
+                num_steps=run.num_steps,
                 rows=self._rows[-_MAX_TABLE_ROWS:],
             )
         )

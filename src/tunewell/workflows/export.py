@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.extensions import EXPORT_TARGETS
+from tunewell.config.load import LoadedConfig
+from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json
 from tunewell.core.html import render
+from tunewell.core.launcher import is_first
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.export.card import PROMPT_FORM, collect_card_facts, model_card
 from tunewell.export.merge_base import open_for_export
@@ -32,7 +35,7 @@ from tunewell.inference.model_ref import ModelRef
 from tunewell.machine.device import torch_threads
 from tunewell.records.parity import PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
-from tunewell.runs.resolve import resolve_model
+from tunewell.runs.result import TrainResult
 from tunewell.workflows.verify import EXIT_NOT_PROVEN
 
 Announce = Callable[[str], None]
@@ -95,8 +98,7 @@ def export(
     An export that does not match the trained model is removed; the result then has exit code 4 and names the artefact.
     """
     options = replace(order or ExportOptions(), **fields).checked()
-    base = None if options.base is None else str(options.base)
-    ref = resolve_model(place, checkpoint=str(options.checkpoint), base=base, sets=options.sets)
+    ref = options.find_model(place)
     options = options.resolved(ref)
     out = Path(str(options.out))
     targets = load_targets(options.to or ())
@@ -200,3 +202,44 @@ def _next_step(folder: Path, artefacts: list[Artefact], options: ExportOptions) 
         if step is not None:
             return step
     return NextStep(shlex.join(["tunewell", "verify", str(folder)]))
+
+
+# The end of `tunewell train`: carry out `export.to` with the model that was trained.
+
+_EXIT_NOT_EXPORTED = 2
+
+
+@dataclass(frozen=True)
+class ExportStep:
+    """The export after a run: its result, or why there is none."""
+
+    exported: ExportResult | None = None
+    note: str = ""
+    exit_code: int = 0
+
+
+def export_after_training(
+    loaded: LoadedConfig,
+    result: TrainResult,
+    *,
+    allow_pickle: bool,
+    progress: ProgressListener = silent,
+    announce: Announce | None = None,
+) -> ExportStep:
+    """Export a finished run to the targets of `export.to`. A model whose verdict is FAIL is not exported.
+
+    The model is trained and saved, so a UserError becomes a note with the command that repeats the export.
+    """
+    targets = loaded.config.export.to
+    if not targets or result.status != "finished" or not is_first():
+        return ExportStep()
+    command = shlex.join(["tunewell", "export", str(result.run), "--to", ",".join(targets)])
+    if result.validation is not None and result.validation.report.verdict == "FAIL":
+        return ExportStep(note=f"not exported, because the verdict is FAIL; `{command}` exports it anyway")
+    try:
+        exported = export(result.run, to=targets, allow_pickle=allow_pickle, progress=progress, announce=announce)
+    except UserError as error:
+        fix = f" ({error.fix})" if error.fix else ""
+        note = f"the model is trained and saved, but it was not exported: {error.what}{fix}; then run `{command}`"
+        return ExportStep(note=note, exit_code=_EXIT_NOT_EXPORTED)
+    return ExportStep(exported, exit_code=exported.exit_code)

@@ -54,8 +54,7 @@ def init(
     the rows are `data.sources[0].columns` and so on. `ask` is called for what cannot be told from the files. Without
     it, such points stay open in the config.
     """
-    recipe = find_recipe(method)
-    path = out or Path(FILE_NAME)
+    recipe, path = find_recipe(method), out or Path(FILE_NAME)
     if path.exists() and not is_overwriting:
         raise UserError(f"`{path}` already exists", fix="use `--force` to replace it, or `--out` for another name")
     plain, limit = split_limit(data)
@@ -110,8 +109,7 @@ def init_to_train(
     progress: ProgressListener = silent,
 ) -> InitResult | None:
     """Write `tunewell.yaml` for `tunewell train DATA`. Return None if the one that is there has this data and model."""
-    options = [part for text in sets for part in ("--set", text)]
-    command = shlex.join(["tunewell", "init", data, "--model", model or "MODEL", *options])
+    command = shlex.join(["tunewell", "init", data, "--model", model or "MODEL", *as_options(sets)])
     if Path(FILE_NAME).exists():
         known = load_config().config
         if _is_for(known, data) and model in (None, known.model):
@@ -130,6 +128,11 @@ def init_to_train(
         flags = " ".join(result.source.flags.values())
         raise UserError(questions, fix=f"decide, for example: `{command} --force {flags}`; then `tunewell train`")
     return result
+
+
+def as_options(sets: Sequence[str]) -> list[str]:
+    """Return `KEY=VALUE` settings as arguments of a command line."""
+    return [part for text in sets for part in ("--set", text)]
 
 
 def _is_for(config: Config, data: str) -> bool:

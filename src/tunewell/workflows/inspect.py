@@ -69,18 +69,6 @@ class Inspection:
 
 
 @dataclass(frozen=True)
-class PageResult:
-    """The result of `inspect --html`."""
-
-    file: Path
-    num_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the object that `inspect --html FILE --json` prints."""
-        return {"page": str(self.file), "bytes": self.num_bytes}
-
-
-@dataclass(frozen=True)
 class _Opened:
     """A corpus, its name on the screen, and where its source files may be."""
 
@@ -134,11 +122,14 @@ def write_page(
     loaded: LoadedConfig,
     *,
     wanted: Sequence[int] = (),
-    num_rows: int = MAX_ROWS,
+    num_rows: int | None = None,
     is_held_out: bool = False,
     progress: ProgressListener = silent,
-) -> PageResult:
-    """Write an HTML page about a corpus or row file, with the wanted documents or a sample of at most 200."""
+) -> int:
+    """Write an HTML page about a corpus or row file, with the wanted documents or a sample of at most 200.
+
+    Return its size in bytes.
+    """
     if file.suffix.lower() not in (".html", ".htm") or file.is_dir():
         raise UserError(f"`{file}` is not an `.html` file", fix="name a new file, like `--html corpus.html`")
     if not file.absolute().parent.is_dir():
@@ -148,9 +139,11 @@ def write_page(
         rows = SourceRows(opened.corpus.manifest, opened.data, opened.bases)
         name = Path(opened.name).name if Path(opened.name).is_absolute() else opened.name
         page = CorpusPage(CorpusViews(opened.corpus, is_joined=True), rows, name=name, is_corpus=opened.is_corpus)
-        text = page.render(wanted, num_rows=min(num_rows, MAX_ROWS), is_held_out=is_held_out)
+        text = page.render(
+            wanted, num_rows=MAX_ROWS if num_rows is None else min(num_rows, MAX_ROWS), is_held_out=is_held_out
+        )
     write_atomic(file, text, is_private=True)  # it shows rows
-    return PageResult(file, file.stat().st_size)
+    return file.stat().st_size
 
 
 @contextmanager

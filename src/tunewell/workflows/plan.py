@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
@@ -63,15 +62,18 @@ def plan(
         _require_device(loaded, device, machine)
     host_bytes = None if options.ram_bytes is None else int(options.ram_bytes * _FREE_RAM)
     if host_bytes is not None and not cards:
-        device = _with_ram(device, options.ram_bytes or 0, host_bytes)
+        if device.kind != "cpu":
+            raise UserError("`--ram` plans a run on a CPU", fix="add `--set device=cpu`, or use `--gpu`")
+        device = replace(device, memory_bytes=options.ram_bytes, free_bytes=host_bytes)
     run = loaded.path(loaded.config.run)
+    nearest = next(folder for folder in (run, *run.absolute().parents) if folder.is_dir())
     planner = Planner(
         loaded,
         corpus,
         device,
         shape_of(loaded, corpus),
         lambda shapes: Chosen[int](value=machine.cores, because=f"{count(machine.cores, 'core')}; measured by `train`"),
-        free_disk=(system or System()).free_disk(str(_existing(run))),
+        free_disk=(system or System()).free_disk(str(nearest)),
     )
     reason = ""
     if options.is_measuring and not cards and options.ram_bytes is None:
@@ -137,17 +139,6 @@ def _require_device(loaded: LoadedConfig, device: DeviceFacts, machine: Machine)
             where=loaded.origin("device"),
             fix="set `device: auto`, or plan for another machine: `tunewell plan --gpu t4`",
         )
-
-
-def _with_ram(device: DeviceFacts, ram_bytes: int, free_bytes: int) -> DeviceFacts:
-    if device.kind != "cpu":
-        raise UserError("`--ram` plans a run on a CPU", fix="add `--set device=cpu`, or use `--gpu`")
-    return replace(device, memory_bytes=ram_bytes, free_bytes=free_bytes)
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest folder that exists."""
-    return next((folder for folder in [path, *path.absolute().parents] if folder.is_dir()), Path.cwd())
 
 
 def _card_row(planner: Planner, card: Card, price: float | None, host_bytes: int | None) -> CardRow:

@@ -24,6 +24,12 @@ from tunewell.model_files.facts import read_facts
 from tunewell.records.manifest import Manifest
 from tunewell.runs.config import with_start
 
+_IN_JSON = {
+    *("rows_read", "rows_in", "documents", "held_out", "pieces", "repeats", "dropped", "notes", "remarks", "warnings"),
+    *("near_duplicates", "secrets", "tokens", "boundary_tokens", "packing", "lengths", "sources", "corpus_sha256"),
+}
+"""What `prepare --json` prints of the manifest."""
+
 
 @dataclass(frozen=True)
 class PrepareResult:
@@ -44,28 +50,10 @@ class PrepareResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `prepare --json` prints."""
-        manifest = self.manifest
         return {
             "corpus": str(self.corpus),
             "up_to_date": self.was_up_to_date,
-            "rows_read": manifest.rows_read,
-            "rows_in": manifest.rows_in,
-            "documents": manifest.documents,
-            "held_out": manifest.held_out,
-            "pieces": manifest.pieces,
-            "repeats": manifest.repeats,
-            "dropped": manifest.dropped,
-            "notes": manifest.notes,
-            "remarks": manifest.remarks,
-            "warnings": manifest.warnings,
-            "near_duplicates": manifest.near_duplicates.model_dump() if manifest.near_duplicates else None,
-            "secrets": manifest.secrets.model_dump() if manifest.secrets else None,
-            "tokens": manifest.tokens.model_dump(),
-            "boundary_tokens": manifest.boundary_tokens,
-            "packing": manifest.packing.model_dump(),
-            "lengths": manifest.lengths.model_dump(exclude={"histogram"}),
-            "sources": [source.model_dump() for source in manifest.sources],
-            "corpus_sha256": manifest.corpus_sha256,
+            **self.manifest.model_dump(include=_IN_JSON, exclude={"lengths": {"histogram"}}),
             "seconds": round(self.seconds, 3),
         }
 

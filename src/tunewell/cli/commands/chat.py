@@ -2,18 +2,18 @@
 
 import json as json_module
 import sys
+from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument, Option
 from tunewell.cli.render import AsIs, emit, json_text
-from tunewell.cli.screens.chat import converse, loading, report_dropped, report_sources, start_answer, write_answers
+from tunewell.cli.screens.chat import converse, loading, show_answer, start_answer
 from tunewell.core.errors import UserError
 from tunewell.core.features import require_hook
 from tunewell.core.options import WeightsOptions
 
 if TYPE_CHECKING:
     from tunewell.inference.chat import Chat, ChatAnswer
-    from tunewell.inference.passages import DocumentChat
 
 
 def command(
@@ -59,43 +59,24 @@ def command(
         retrieval = None
         if index is not None:
             retrieval = require_hook("retrieval", "open_chat", needed_by="`--index`")(index, chat)
-    if prompt is not None:
-        text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
-        _answer_once(chat, text, with_base=with_base, json=json, retrieval=retrieval)
-    elif is_piped:
-        for line in sys.stdin:
-            if line.strip():
-                text = line.rstrip("\n")
-                _answer_once(chat, text, with_base=with_base, json=json, is_line=True, retrieval=retrieval)
-    else:
+    if prompt is None and not is_piped:
         converse(chat, with_base=with_base, retrieval=retrieval)
-
-
-def _answer_once(
-    chat: "Chat",
-    text: str,
-    *,
-    with_base: bool,
-    json: bool,
-    is_line: bool = False,
-    retrieval: "DocumentChat | None" = None,
-) -> None:
-    """Answer one prompt of a script, and print only the answer, or JSON with all details."""
-    parts = start_answer(chat, text, retrieval)
-    if not json:
-        report_dropped(chat)
-        write_answers(chat, parts, with_base=with_base)
-        if retrieval is not None:
-            report_sources(chat, retrieval)
         return
-    for _ in parts:
-        pass
-    if with_base and chat.answer.num_prompt_tokens:
-        for _ in chat.base_reply():
-            pass
-    payload = as_json(chat, text) | (retrieval.answer.as_json() if retrieval is not None else {})
-    emit(AsIs(json_module.dumps(payload)) if is_line else json_text(payload, has_answer=True))
-    sys.stdout.flush()
+    if prompt is None:
+        texts = (line.rstrip("\n") for line in sys.stdin if line.strip())
+    else:
+        texts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt]
+    for text in texts:
+        if not json:
+            show_answer(chat, text, with_base=with_base, retrieval=retrieval)
+            continue
+        deque(start_answer(chat, text, retrieval), maxlen=0)
+        if with_base and chat.answer.num_prompt_tokens:
+            deque(chat.base_reply(), maxlen=0)
+        payload = as_json(chat, text)
+        payload |= retrieval.answer.as_json() if retrieval is not None else {}
+        emit(AsIs(json_module.dumps(payload)) if prompt is None else json_text(payload, has_answer=True))
+        sys.stdout.flush()
 
 
 def as_json(chat: "Chat", prompt: str) -> dict[str, Any]:

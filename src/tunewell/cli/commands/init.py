@@ -6,8 +6,6 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from tunewell.cli.options import Argument, AsJson, Option, Sets
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import emit, folded_table, hanging, json_text
@@ -55,13 +53,13 @@ def command(
     set_: Sets = None,
     force: Annotated[bool, Option("Overwrite an existing config.")] = False,
     json: AsJson = False,
-) -> None:
+) -> int:
     """Write a config for your rows and a model, with the reasons.
 
     In a terminal, it asks for what it cannot tell: columns, encoding, separator, whose messages are the replies.
     Elsewhere, such points are marked `?` in the config, and the exit code is 2.
     """
-    from tunewell.workflows.init import init
+    from tunewell.workflows.init import as_options, init
 
     sets = [*source_sets(columns, encoding), *(set_ or ())]
     with progress_and_questions(can_ask=not json) as (progress, ask):
@@ -75,8 +73,7 @@ def command(
         )
     given = ["--model", model, *(["--method", method] if method != "lora" else []), *as_options(sets)]
     emit(json_text(result.as_json()) if json else _screen(result, data, given, set_ or ()))
-    if result.source.open_points:
-        raise typer.Exit(EXIT_OPEN)
+    return EXIT_OPEN if result.source.open_points else 0
 
 
 def source_sets(columns: str | None, encoding: str | None) -> list[str]:
@@ -93,11 +90,6 @@ def source_sets(columns: str | None, encoding: str | None) -> list[str]:
         named = {ours.strip(): theirs.strip() for ours, theirs in pairs.items()}
         sets.append(f"data.sources[0].columns={dumps(named, ensure_ascii=False)}")
     return sets
-
-
-def as_options(sets: "Sequence[str]") -> list[str]:
-    """Return `KEY=VALUE` settings as arguments of a command line."""
-    return [part for text in sets for part in ("--set", text)]
 
 
 def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) -> str:

@@ -6,17 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunewell.cli.options import (
-    Argument,
-    AsJson,
-    ConfigFile,
-    Offline,
-    Option,
-    Sets,
-    TokenizerModel,
-    train_command,
-    with_offline,
-)
+from tunewell.cli.options import Argument, AsJson, ConfigOptions, Option, TokenizerModel
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import (
     cell_width,
@@ -36,7 +26,6 @@ from tunewell.core.units import count, percent, size_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tunewell.config.load import LoadedConfig
     from tunewell.data.corpus.views import DocumentView, PairView
     from tunewell.records.manifest import Manifest
     from tunewell.scoring.answer_keys import AnswerKey
@@ -51,8 +40,8 @@ def command(
     path: Annotated[
         str | None, Argument("A corpus, or a file, folder or glob of rows. Default: from the config.", "PATH")
     ] = None,
-    config: ConfigFile = None,
-    set_: Sets = None,
+    *,
+    given: ConfigOptions,
     model: TokenizerModel = None,
     show: Annotated[
         int | None, Option("Number of rows to show token by token. Default: 2; 200 with --html.", "N", min=0)
@@ -64,16 +53,19 @@ def command(
     held_out: Annotated[bool, Option("Show rows kept for testing.")] = False,
     details: Annotated[bool, Option("Also show padding and near duplicates, even if there are none.")] = False,
     html: Annotated[Path | None, Option("Write one HTML page about the corpus, with 200 sampled rows.", "FILE")] = None,
-    offline: Offline = False,
     json: AsJson = False,
 ) -> None:
     """Show your rows as the model sees them, token by token."""
-    from tunewell.config.load import load_config
-    from tunewell.workflows.inspect import inspect
+    from tunewell.workflows.inspect import inspect, write_page
 
-    loaded = load_config(config, with_offline(set_, offline), model=model)
+    loaded = given.load(model=model)
     if html is not None:
-        _write_page(html, path, loaded, show=show, document=document or (), held_out=held_out, json=json)
+        with shown_progress() as progress:
+            num_bytes = write_page(
+                html, path, loaded, wanted=document or (), num_rows=show, is_held_out=held_out, progress=progress
+            )
+        written = f"`{html}` ({size_bytes(num_bytes)}); open it in a browser"
+        emit(json_text({"page": str(html), "bytes": num_bytes}) if json else hanging("wrote ", written))
         return
     wanted = document or range(2 if show is None else show)
     with shown_progress() as progress:
@@ -82,54 +74,28 @@ def command(
         emit(json_text(inspection.as_json()))
     else:
         rows = [path] if path and not inspection.is_corpus and loaded.file is None else []
-        train = train_command(config, model=model, data=rows, sets=set_ or (), offline=offline)
+        train = given.train_command(model=model, data=rows)
         _screen(inspection, console(), as_list=tokens, has_details=details, train=train)
 
 
-def _write_page(
-    file: Path,
-    path: str | None,
-    loaded: "LoadedConfig",
-    *,
-    show: int | None,
-    document: Sequence[int],
-    held_out: bool,
-    json: bool,
-) -> None:
-    from tunewell.workflows.inspect import write_page
-
-    sample = {} if show is None else {"num_rows": show}
-    with shown_progress() as progress:
-        page = write_page(file, path, loaded, wanted=document, is_held_out=held_out, progress=progress, **sample)
-    if json:
-        emit(json_text(page.as_json()))
-    else:
-        emit(hanging("wrote ", f"`{page.file}` ({size_bytes(page.num_bytes)}); open it in a browser"))
-
-
 def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_details: bool, train: str) -> None:
+    def section(title: str, rows: "Sequence[Sequence[str]]", *right: int) -> None:
+        if rows:
+            out.print(f"\n{title}\n{folded_table(rows, right=right)}")
+
+    manifest = inspection.manifest
     folder = inspection.path if inspection.is_corpus else None
-    out.print(folded_table(corpus_rows(inspection.manifest, folder=folder, has_details=has_details), right=(1,)))
-    out.print("\ntokens per row")
-    out.print(_histogram(inspection.manifest))
-    out.print("\nrows per source")
-    out.print(_source_table(inspection.manifest))
-    if inspection.dropped:
-        out.print("\ndropped rows, the first of each reason")
-        rows = [
-            [row.reason, _visible(f"{row.source} row {row.row}" + f": {row.detail}" * bool(row.detail))]
-            for row in inspection.dropped
-        ]
-        out.print(folded_table(rows), markup=False)
-    if inspection.secrets:
-        out.print("\nrows with secrets, the first of each kind")
-        out.print(
-            folded_table([[kind, f"{row.source} row {row.row}"] for kind, row in inspection.secrets.items()]),
-            markup=False,
-        )
-    if inspection.keys:
-        out.print("\nanswer keys, by which `validate` judges answers")
-        out.print(folded_table(_key_rows(inspection.keys), right=(1,)), markup=False)
+    out.print(folded_table(corpus_rows(manifest, folder=folder, has_details=has_details), right=(1,)))
+    out.print(f"\ntokens per row\n{_histogram(manifest)}")
+    out.print(f"\nrows per source\n{_source_table(manifest)}")
+    dropped = [
+        [row.reason, _visible(f"{row.source} row {row.row}" + f": {row.detail}" * bool(row.detail))]
+        for row in inspection.dropped
+    ]
+    section("dropped rows, the first of each reason", dropped)
+    secrets = [[kind, f"{row.source} row {row.row}"] for kind, row in inspection.secrets.items()]
+    section("rows with secrets, the first of each kind", secrets)
+    section("answer keys, by which `validate` judges answers", _key_rows(inspection.keys), 1)
     if inspection.pairs:
         out.print("\nnear duplicates, the most similar first")
     for pair in inspection.pairs:
@@ -188,9 +154,9 @@ def _show_pair(view: "PairView", out: "Console") -> None:
     pair, held_out = view.pair, " (for testing)" if view.pair.kind == "near_held_out" else ""
     names = f"{pair.source} row {pair.row} and {pair.similar_source} row {pair.similar_row}{held_out}"
     dropped = "" if view.documents else "; dropped"
-    out.print(hanging("", f"{percent(pair.similarity)} similar: {names}{dropped}"), markup=False)
+    out.print(hanging("", f"{percent(pair.similarity)} similar: {names}{dropped}"))
     for text in view.excerpts() or ():
-        out.print(hanging("  ", "..." + _visible(text).replace("⏎\n", "⏎") + "..."), markup=False)
+        out.print(hanging("  ", "..." + _visible(text).replace("⏎\n", "⏎") + "..."))
 
 
 def _show_tokens(view: "DocumentView", out: "Console") -> None:
@@ -201,12 +167,9 @@ def _show_tokens(view: "DocumentView", out: "Console") -> None:
         out.print(Text(_bracketed(view)))
         return
     text = Text()
-    is_even = False
-    for token in view.tokens:
-        shown = _visible(token.text)
-        shade = "bright_white on color(22)" if is_even else "bright_white on color(28)"
-        text.append(shown, style=shade if token.is_supervised else "dim")
-        is_even = not is_even
+    for number, token in enumerate(view.tokens):
+        shade = "bright_white on color(22)" if number % 2 else "bright_white on color(28)"
+        text.append(_visible(token.text), style=shade if token.is_supervised else "dim")
     text.rstrip()
     # Not soft-wrapped like other output: a document is longer than a line, and a terminal would cut tokens in two.
     out.print(text, soft_wrap=False, overflow="fold", width=width())
@@ -232,10 +195,11 @@ def _bracketed(view: "DocumentView") -> str:
 
 
 def _list_tokens(view: "DocumentView", out: "Console") -> None:
-    rows = [["position", "id", "token", ""]]
-    for position, token in enumerate(view.tokens):
-        rows.append([str(position), str(token.id), repr(token.text)[1:-1], "trained on" if token.is_supervised else ""])
-    out.print(table(rows, right=(0, 1)))
+    rows = [
+        [str(position), str(token.id), repr(token.text)[1:-1], "trained on" if token.is_supervised else ""]
+        for position, token in enumerate(view.tokens)
+    ]
+    out.print(table([["position", "id", "token", ""], *rows], right=(0, 1)))
 
 
 def _visible(text: str) -> str:

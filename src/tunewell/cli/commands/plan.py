@@ -1,23 +1,13 @@
 """`tunewell plan`: predict memory, time and cost of a run."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from tunewell.cli.options import (
-    AsJson,
-    ConfigFile,
-    DataPaths,
-    Offline,
-    Option,
-    Sets,
-    TrainedModel,
-    train_command,
-    with_offline,
-)
+from tunewell.cli.options import AsJson, ConfigOptions, DataPaths, Option, TrainedModel
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.startup import clean_up_when_terminated
+from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
     from tunewell.config.load import LoadedConfig
@@ -25,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: ConfigFile = None,
-    set_: Sets = None,
+    *,
+    given: ConfigOptions,
     model: TrainedModel = None,
     data: DataPaths = None,
     no_measure: Annotated[
@@ -41,18 +31,15 @@ def command(
         int | None, Option("With `--apply`: the number of another change in the list, from 1.", "N")
     ] = None,
     check: Annotated[str | None, Option("Show what was predicted for a run beside what it needed.", "RUN")] = None,
-    offline: Offline = False,
     json: AsJson = False,
-) -> None:
+) -> int:
     """Predict whether a run fits, how long it takes and what it costs.
 
     Exit codes: 0 it fits, 2 it does not.
     """
     if check is not None:
         emit(_checked(check, json=json))
-        return
-    from tunewell.config.load import load_config
-    from tunewell.core.errors import UserError
+        return 0
     from tunewell.workflows.plan import PlanOptions, plan
 
     if ram is not None and not 0.1 <= ram <= 100_000:
@@ -62,14 +49,14 @@ def command(
     names = [name.strip() for name in (gpu or "").split(",") if name.strip()]
     if gpu is not None and not names:
         raise UserError("`--gpu` names no card", fix="like `--gpu t4,4090`")
-    loaded = load_config(config, with_offline(set_, offline), model=model, data=data)
+    loaded = given.load(model=model, data=data)
     options = PlanOptions(not no_measure, names, None if ram is None else int(ram * 1e9))
     clean_up_when_terminated()
     with shown_stages() as progress:
         result = plan(loaded, options, progress=progress)
     if apply:
         emit(_applied(loaded, result, rung, json=json))
-        return
+        return 0
     if json:
         emit(json_text(result.as_json()))
     else:
@@ -77,17 +64,13 @@ def command(
         from tunewell.config.edit import edited_text
 
         can_apply = result.chosen is not None and edited_text(loaded, result.chosen.changes) is not None
-        train = train_command(config, model=model, data=data or (), sets=set_ or (), offline=offline)
+        train = given.train_command(model=model, data=data)
         emit(plan_screen(result, train=train, can_apply=can_apply))
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
+    return result.exit_code
 
 
 def _checked(run: str, *, json: bool) -> str:
-    from pathlib import Path
-
     from tunewell.cli.screens.plan import check_screen
-    from tunewell.core.errors import UserError
     from tunewell.records.rundir import read_outcome
 
     outcome = read_outcome(Path(run))
@@ -102,7 +85,6 @@ def _checked(run: str, *, json: bool) -> str:
 def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *, json: bool) -> str:
     """Write a change of the ladder into the config, and return what was written."""
     from tunewell.config.edit import as_scalar, edit_config
-    from tunewell.core.errors import UserError
 
     if not result.exit_code:
         return json_text({"fits": True, "changes": {}}) if json else "the run fits: nothing is changed"
@@ -115,8 +97,6 @@ def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *
     if json:
         return json_text({"fits": chosen.prediction.fits, "changes": chosen.changes, "config": str(path)})
     written = ", ".join(f"`{key}: {as_scalar(value)}`" for key, value in chosen.changes.items())
-    lines = [hanging("wrote ", f"{written} into `{path}`")]
-    if not chosen.prediction.fits:
-        lines += [hanging("note: ", "the run still does not fit"), hanging("next: ", "`tunewell plan`")]
-        return "\n".join(lines)
-    return "\n".join([*lines, hanging("next: ", "`tunewell train`")])
+    fits = chosen.prediction.fits
+    lines = [hanging("wrote ", f"{written} into `{path}`"), *([] if fits else ["note: the run still does not fit"])]
+    return "\n".join([*lines, f"next: `tunewell {'train' if fits else 'plan'}`"])

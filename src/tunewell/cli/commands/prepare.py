@@ -4,17 +4,7 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunewell.cli.options import (
-    AsJson,
-    ConfigFile,
-    DataPaths,
-    Offline,
-    Option,
-    Sets,
-    TokenizerModel,
-    train_command,
-    with_offline,
-)
+from tunewell.cli.options import AsJson, ConfigOptions, DataPaths, Option, TokenizerModel
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import corpus_rows
@@ -27,26 +17,23 @@ _COLLECT_EVERY = 50_000
 
 
 def command(
-    config: ConfigFile = None,
-    set_: Sets = None,
+    *,
+    given: ConfigOptions,
     model: TokenizerModel = None,
     data: DataPaths = None,
     out: Annotated[Path | None, Option("Folder to write the corpus to.", "FOLDER")] = None,
     details: Annotated[bool, Option("Also show padding and near duplicates, even if there are none.")] = False,
-    offline: Offline = False,
     json: AsJson = False,
 ) -> None:
     """Turn rows into a corpus for training: clean, tokenise, mask, pack."""
     # A block of rows is many small objects. Searching them for cycles after every 700 took a tenth of the time.
     gc.set_threshold(_COLLECT_EVERY)
-    from tunewell.config.load import load_config
     from tunewell.workflows.prepare import prepare
 
-    loaded = load_config(config, with_offline(set_, offline), model=model, data=data, out=out)
+    loaded = given.load(model=model, data=data, out=out)
     with shown_progress() as progress:
         result = prepare(loaded, progress=progress)
-    sets = [*(set_ or ()), *([f"corpus={out}"] if out else [])]
-    train = train_command(config, model=model, data=data or (), sets=sets, offline=offline)
+    train = given.train_command(model=model, data=data, sets=[f"corpus={out}"] if out else ())
     emit(json_text(result.as_json()) if json else screen(result, has_details=details, train=train))
 
 

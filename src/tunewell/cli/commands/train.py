@@ -13,17 +13,15 @@ from tunewell.cli.options import (
     AllowPickle,
     Argument,
     AsJson,
-    ConfigFile,
+    ConfigOptions,
     DataPaths,
-    Offline,
     Option,
     RunDevice,
-    Sets,
     TrainedModel,
-    with_offline,
 )
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
+from tunewell.cli.startup import import_libraries
 from tunewell.core.errors import UserError
 from tunewell.core.features import find_hook
 from tunewell.core.launcher import is_first, num_restarts
@@ -48,8 +46,8 @@ _RESUME = "Resume the run in that folder. Without a config, use the settings of 
 def command(
     context: typer.Context,
     rows: Annotated[str | None, Argument(_ROWS, "DATA")] = None,
-    config: ConfigFile = None,
-    set_: Sets = None,
+    *,
+    given: ConfigOptions,
     model: TrainedModel = None,
     data: DataPaths = None,
     out: Annotated[Path | None, Option("Folder to write the run to.", "FOLDER")] = None,
@@ -59,7 +57,6 @@ def command(
     allow_change: Annotated[
         list[str] | None, Option("Resume even though this setting has changed. Can be repeated.", "NAME")
     ] = None,
-    *,
     allow_pickle: AllowPickle,
     enable_fault_injection: Annotated[bool, Option(hidden=True)] = False,
     no_supervisor: Annotated[bool, Option("Train in this process, for debuggers. A crash ends the run.")] = False,
@@ -72,9 +69,8 @@ def command(
         Option("Export the model after training, unless the verdict is FAIL: `ollama`, `gguf,merged`.", "TARGETS"),
     ] = None,
     strict: Annotated[bool, Option(_STRICT)] = False,
-    offline: Offline = False,
     json: AsJson = False,
-) -> None:
+) -> int:
     """Train the model and test it (prepares the data first if needed)."""
     from tunewell.records.plan import PLAN
     from tunewell.runs.supervisor import can_supervise
@@ -83,21 +79,21 @@ def command(
         fix = f"`tunewell train --out {shlex.quote(rows)} --resume`"
         raise UserError(f"`{rows}` is a run, and no rows", fix=f"to resume it: {fix}")
     if rows is not None:
-        _write_first_config(rows, model, config, data, sets=set_ or (), can_ask=worker is None and not json)
+        _write_first_config(rows, model, given, data, can_ask=worker is None and not json)
 
     def load() -> "LoadedConfig":
         from tunewell.config.load import as_sets
         from tunewell.runs.config import index_sets, load_for_run
 
-        sets = [*as_sets(run=out, device=device), *index_sets(index), *with_offline(set_, offline)]
+        sets = [*as_sets(run=out, device=device), *index_sets(index), *given.sets]
         if no_validate:
             sets.append("verdict.after_training=false")
         if export is not None:
             sets.append(f"export.to={dumps([name.strip() for name in export.split(',')])}")
-        return load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
+        return load_for_run(given.config, sets, is_resuming=resume, model=model, data=data, seed=seed)
 
     if worker is None and not no_supervisor and not rehearse and can_supervise():
-        raise typer.Exit(_supervise(load, context.obj))
+        return _supervise(load, context.obj)
     from tunewell.cli.screens.training import shown_training
     from tunewell.runs.config import RunOptions, ended_before, exit_code_of, require_inputs
 
@@ -106,7 +102,7 @@ def command(
     resume = resume or (num_restarts() > 0 and (loaded.path(loaded.config.run) / PLAN).is_file())
     if resume and not allow_change and (outcome := ended_before(loaded)):
         code = _report_ended(loaded.config.run, outcome, json=json)
-        raise typer.Exit(exit_code_of(outcome.status, code, is_strict=strict))
+        return exit_code_of(outcome.status, code, is_strict=strict)
     require_inputs(loaded, is_resuming=resume)
     options = RunOptions(
         is_resuming=resume,
@@ -119,17 +115,14 @@ def command(
         allow_faults=enable_fault_injection,
     )
     if rehearse:
-        raise typer.Exit(_rehearse(loaded, options, json=json))
+        return _rehearse(loaded, options, json=json)
     with shown_training() as listener:
         from tunewell.training.events import send_notes
 
         _require_environment(loaded, send_notes(listener))
-        listener(Progress("importing torch"))
-        # Importing torch takes seconds, so the screen is shown first.
-        from tunewell.cli.startup import import_libraries
-
         name = loaded.config.model
-        import_libraries(device=loaded.config.device, model=loaded.seen(name) if name else None)
+        # Importing torch takes seconds, so the screen is shown first.
+        import_libraries(listener, device=loaded.config.device, model=loaded.seen(name) if name else None)
         from tunewell.runs.heartbeat import send_to_supervisor
         from tunewell.workflows.train import run_training
 
@@ -148,7 +141,7 @@ def command(
     if worker:
         sys.stdout.flush()
         send_to_supervisor(worker, "printed")
-    raise typer.Exit(exit_code_of(result.status, result.exit_code or export_code, is_strict=strict))
+    return exit_code_of(result.status, result.exit_code or export_code, is_strict=strict)
 
 
 def _report_ended(run: str, outcome: "Outcome", *, json: bool) -> int:
@@ -166,19 +159,18 @@ def _report_ended(run: str, outcome: "Outcome", *, json: bool) -> int:
 def _write_first_config(
     rows: str,
     model: str | None,
-    config: Path | None,
+    given: ConfigOptions,
     data: list[str] | None,
     *,
-    sets: "Sequence[str]",
     can_ask: bool,
 ) -> None:
     """Write `tunewell.yaml` for these rows as `init` does, unless the existing one has these rows."""
     from tunewell.workflows.init import init_to_train
 
-    if config is not None or data:
+    if given.config is not None or data:
         raise UserError("the rows are named twice", fix="leave out `--config` and `--data`, or the first argument")
     with progress_and_questions(can_ask=can_ask) as (progress, ask):
-        result = init_to_train(rows, model=model, sets=sets, ask=ask, progress=progress)
+        result = init_to_train(rows, model=model, sets=given.set_ or (), ask=ask, progress=progress)
     if result is not None:
         from tunewell.cli.commands.init import config_table
 
@@ -192,17 +184,16 @@ def _export(
     """Carry out `export.to`, and print it. Return the entry for `--json` and the exit code."""
     if not loaded.config.export.to:
         return {}, 0
-    from tunewell.cli.commands.export import announce, summary
+    from tunewell.cli.commands.export import announce, export_screen
     from tunewell.cli.progress import shown_stages
-    from tunewell.cli.screens.export import parity_screen
-    from tunewell.workflows.finish import export_after_training
+    from tunewell.workflows.export import export_after_training
 
     with shown_stages() as progress:
         step = export_after_training(loaded, result, allow_pickle=allow_pickle, progress=progress, announce=announce)
     if step.note:
         sys.stderr.write(hanging("note: ", step.note) + "\n")
     if step.exported is not None and not json:
-        emit(f"\n{parity_screen(step.exported.parity)}\n{summary(step.exported)}")
+        emit(f"\n{export_screen(step.exported)}")
     return {"export": step.exported.as_json() if step.exported else None}, step.exit_code
 
 
@@ -210,12 +201,10 @@ def _rehearse(loaded: "LoadedConfig", options: "RunOptions", *, json: bool) -> i
     """Rehearse the run, print the result and return the exit code."""
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.screens.rehearsal import rehearsal_screen
-    from tunewell.cli.startup import import_libraries
 
     with shown_stages() as progress:
         _require_environment(loaded, lambda message: print(f"note: {message}", file=sys.stderr))  # noqa: T201
-        progress(Progress("importing torch"))
-        import_libraries(device=loaded.config.device)
+        import_libraries(progress, device=loaded.config.device)
         from tunewell.workflows.rehearse import rehearse
 
         result = rehearse(loaded, options, lambda event: progress(event) if isinstance(event, Progress) else None)

@@ -3,15 +3,25 @@
 import re
 import signal
 import sys
-import unicodedata
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import cell_width, console, emit_error, folded_table, hanging, is_interactive, one_line, width
+from tunewell.cli.render import (
+    cell_width,
+    console,
+    emit_error,
+    escape_controls,
+    folded_table,
+    hanging,
+    is_interactive,
+    one_line,
+    width,
+)
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError, close_names, did_you_mean
+from tunewell.core.files import read_data
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -20,19 +30,9 @@ if TYPE_CHECKING:
     from tunewell.inference.chat import Chat, ChatAnswer
     from tunewell.inference.passages import DocumentChat, IndexAnswer
 
-COMMANDS = {
-    "/reset": ("", "start a new conversation with the same system prompt"),
-    "/undo": ("", "remove the last question and its answer"),
-    "/save": ("[FILE]", "append the conversation to a file of training rows; default: `chat.jsonl`"),
-    "/system": ("[TEXT]", "set the system prompt; without a text, remove it"),
-    "/temperature": ("X", "0 is greedy; 1 samples with the model's own probabilities"),
-    "/length": ("N", "maximum tokens of an answer"),
-    "/seed": ("N", "random seed, for temperatures above 0"),
-    "/help": ("", "show this list"),
-    "/quit": ("", "quit, like /exit, /bye and Ctrl-D; Ctrl-C stops an answer first"),
-}
-_QUIT = frozenset({"/quit", "/exit", "/bye", "/q"})
+COMMANDS: dict[str, list[str]] = read_data(__file__, "texts.toml")["chat"]
 """Each command, its argument and its meaning."""
+_QUIT = frozenset({"/quit", "/exit", "/bye", "/q"})
 Reply = Generator[str, None, None]
 """It must be closed when reading stops, because the adapter stays disabled while the base model answers."""
 
@@ -89,19 +89,6 @@ def _number(name: str, text: str, kind: type[int] | type[float]) -> Any:
 
 _SIDE_BY_SIDE_WIDTH = 100
 _PROMPT, _CONTINUED = "> ", ". "
-_ALLOWED_CONTROLS = frozenset("\n\t")
-# Bidirectional control characters, which can make a line appear as different text.
-_BIDI_MARKS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-
-
-def escape_controls(text: str) -> str:
-    """Escape control characters for a terminal, such as `\\x1b`, except line breaks and tabs."""
-    return "".join(
-        repr(letter)[1:-1]
-        if letter in _BIDI_MARKS or (unicodedata.category(letter) == "Cc" and letter not in _ALLOWED_CONTROLS)
-        else letter
-        for letter in text
-    )
 
 
 def print_aside(text: str) -> None:
@@ -141,22 +128,25 @@ def converse(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | None" 
                 print_aside(run_command(chat, *command))
             elif text.strip():
                 message = text.removeprefix("/") if text.startswith("//") else text
-                answer_on_screen(chat, message, with_base=with_base, retrieval=retrieval)
+                show_answer(chat, message, with_base=with_base, retrieval=retrieval, can_stop=True)
+                if retrieval is None or retrieval.answer.prompt:
+                    print_aside(answer_statistics(chat.answer, chat.base_answer))
         except UserError as error:
             sys.stdout.flush()
             emit_error(error)
 
 
-def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, retrieval: "DocumentChat | None" = None) -> None:
-    """Show an answer and its statistics, with the base model's answer if requested. Ctrl-C stops the answer."""
+def show_answer(
+    chat: "Chat", text: str, *, with_base: bool, retrieval: "DocumentChat | None", can_stop: bool = False
+) -> None:
+    """Show an answer and its sources, with the base model's answer if requested. Ctrl-C may stop only the answer."""
     parts = start_answer(chat, text, retrieval)
     report_dropped(chat)
-    with _stopping():
+    with _stopping() if can_stop else nullcontext():
         write_answers(chat, parts, with_base=with_base)
     if retrieval is not None:
-        report_sources(chat, retrieval)
-    if retrieval is None or retrieval.answer.prompt:
-        print_aside(answer_statistics(chat.answer, chat.base_answer))
+        print_aside(sources_text(retrieval.answer).lstrip("\n"))
+        report_dropped(chat)
 
 
 def start_answer(chat: "Chat", text: str, retrieval: "DocumentChat | None") -> Reply:
@@ -165,12 +155,6 @@ def start_answer(chat: "Chat", text: str, retrieval: "DocumentChat | None") -> R
         return chat.reply(text)
     chat.clear_answer()  # the index may refuse the question without asking the model
     return retrieval.ask(text)
-
-
-def report_sources(chat: "Chat", retrieval: "DocumentChat") -> None:
-    """Print the sources of an answer, and how many old messages no longer fit in the context."""
-    print_aside(sources_text(retrieval.answer).lstrip("\n"))
-    report_dropped(chat)
 
 
 def sources_text(answer: "IndexAnswer") -> str:
@@ -182,11 +166,11 @@ def sources_text(answer: "IndexAnswer") -> str:
         lines = ["", "sources:" if cited else "the answer names no source; the model read:"]
     for source in cited or answer.sources[:3]:
         place = ", ".join(part for part in (source.file, source.lines) if part)
-        lines.append(hanging(f"[{source.number}] ", escape_controls(one_line(f"{source.heading} ({place})"))))
-        lines.append(hanging("    ", f"“{escape_controls(one_line(source.quote))}”"))
+        lines.append(hanging(f"[{source.number}] ", f"{source.heading} ({place})"))
+        lines.append(hanging("    ", f"“{source.quote}”"))
     if answer.num_left_out:
         lines.append(f"{count(answer.num_left_out, 'passage')} did not fit in the model's context")
-    lines += [hanging("warning: ", escape_controls(one_line(warning))) for warning in answer.warnings]
+    lines += [hanging("warning: ", warning) for warning in answer.warnings]
     return "\n".join(lines)
 
 

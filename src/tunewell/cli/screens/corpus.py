@@ -3,10 +3,15 @@
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from tunewell.core.files import read_data
 from tunewell.core.units import count, percent
 
 if TYPE_CHECKING:
     from tunewell.records.manifest import Manifest
+
+
+_NOTES: dict[str, str] = read_data(__file__, "texts.toml")["notes"]
+"""Explanations of notes whose name is not clear by itself."""
 
 
 def corpus_rows(manifest: "Manifest", *, folder: str | None, has_details: bool = False) -> list[list[str]]:
@@ -65,26 +70,6 @@ def corpus_rows(manifest: "Manifest", *, folder: str | None, has_details: bool =
         term = note.replace("_", " ")
         rows.append(["note", count(number), f"{_NOTES.get(note, term)}; see `tunewell glossary '{term}'`"])
     return rows
-
-
-_NOTES = {
-    "chosen_replies": "rows of a preference set: the `chosen` reply is trained on, the `rejected` one is not used",
-    "held_out_phrases": "training rows in which a turn is a common phrase that is also a held-out question; kept",
-    "masked_by_marker": "conversations without a mask: only the text after a marker like `<|im_start|>assistant` is "
-    "trained on; assumed, because no template renders them",
-    "masks_as_stored": "conversations whose own labels leave out some tokens; used as they are",
-    "names_in_other_case": "rows whose column names match a format only if case is ignored (`Question`)",
-    "numbers_as_text": "rows with a number, true or false as question or answer, which is read as text",
-    "other_ids_as_a_whole": "rows that llama.cpp and Ollama tokenize differently",
-    "rows_with_answers": "rows with accepted answers in `answers` or `value`, by which `validate` judges",
-    "rows_with_markers": "rows that contain a template marker, which is encoded as plain text",
-    "shards_without_manifest": "conversations that no manifest of version 3.0 describes; assumed: packed rows "
-    "with an end token between conversations",
-    "trained_as_a_whole": "conversations without a mask: every token is trained on (`format: text`)",
-    "thinking_not_rendered": "rows with thinking that the template leaves out, so it is not trained on; "
-    "`template.name: chatml` renders it",
-}
-"""Explanations of notes whose name is not clear by itself."""
 
 
 def _near_rows(manifest: "Manifest", *, is_complete: bool) -> list[list[str]]:

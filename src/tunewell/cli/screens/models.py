@@ -1,23 +1,20 @@
 """The screen of `models`: models on this disk, models of the catalogue, and the recommended one."""
 
 import shlex
-from typing import TYPE_CHECKING
 
 from tunewell.cli.render import ending, folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import format_parameters
 from tunewell.core.units import count, size_bytes
 from tunewell.data.row_statistics import LANGUAGES
-
-if TYPE_CHECKING:
-    from tunewell.planning.model_choice import ModelNeeds
-    from tunewell.workflows.models import ModelsResult
+from tunewell.planning.model_choice import ModelNeeds
+from tunewell.workflows.models import ModelsResult
 
 _GAP = 2
 _ALWAYS = 4
 """Columns that are never left out: mark, name, memory, time."""
 
 
-def models_screen(result: "ModelsResult") -> str:
+def models_screen(result: ModelsResult) -> str:
     """Return the tables and the recommendation, as wide as the screen."""
     lines = [_heading(result), ""]
     if result.local:
@@ -29,7 +26,7 @@ def models_screen(result: "ModelsResult") -> str:
     return "\n".join([*lines, *_recommended(result)])
 
 
-def _heading(result: "ModelsResult") -> str:
+def _heading(result: ModelsResult) -> str:
     rows, device = result.rows, result.machine.device("auto")
     language = f", {LANGUAGES[rows.language]}" if rows.language else ""
     about = f"{count(rows.num_rows, 'row')} of about {count(round(rows.num_tokens / max(1, rows.num_rows)))} tokens"
@@ -43,7 +40,7 @@ def _heading(result: "ModelsResult") -> str:
     return folded_table([["rows", named], ["machine", f"{where}, {memory}"], ["run", "LoRA, as `init` sets it up"]])
 
 
-def _table(models: "list[ModelNeeds]", result: "ModelsResult", *, title: str, place: str) -> str:
+def _table(models: list[ModelNeeds], result: ModelsResult, *, title: str, place: str) -> str:
     """Return a table with as many columns as fit on the screen."""
     head = ["", title, "memory", "time", place, "weights", "kind", "licence"]
     rows = [head, *(_row(model, is_best=model is result.recommended) for model in models)]
@@ -57,7 +54,7 @@ def _table(models: "list[ModelNeeds]", result: "ModelsResult", *, title: str, pl
     return table(short, right=(2, 3), gap=_GAP)
 
 
-def _row(model: "ModelNeeds", *, is_best: bool) -> list[str]:
+def _row(model: ModelNeeds, *, is_best: bool) -> list[str]:
     entry = model.model
     mark = "*" if is_best else "x" if model.problem else "4" if model.method == "qlora" else ""
     download = model.where or size_bytes(model.download_bytes)
@@ -75,7 +72,7 @@ def _row(model: "ModelNeeds", *, is_best: bool) -> list[str]:
     ]
 
 
-def _legend(result: "ModelsResult") -> list[str]:
+def _legend(result: ModelsResult) -> list[str]:
     shown = [*result.local, *result.models]
     marks = [["*", "recommended"]] if result.recommended else []
     reasons = [model.problem.partition(":")[0] for model in result.models if model.problem]
@@ -96,7 +93,7 @@ def rough_duration(seconds: float) -> str:
     return f"{seconds / 86_400:.0f} days"
 
 
-def _recommended(result: "ModelsResult") -> list[str]:
+def _recommended(result: ModelsResult) -> list[str]:
     best = result.recommended
     fitting = [shlex.quote(model.name) for model in result.models if not model.problem]
     if best is None and fitting and result.because:
@@ -118,5 +115,5 @@ def _recommended(result: "ModelsResult") -> list[str]:
     return [folded_table(rows), hanging("next: ", steps)]
 
 
-def _rows(result: "ModelsResult") -> str:
+def _rows(result: ModelsResult) -> str:
     return f" {shlex.quote(result.data)}" if result.data else " ROWS"

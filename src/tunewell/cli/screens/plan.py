@@ -1,19 +1,15 @@
 """The screen of `tunewell plan`: does it fit, how long does it take, what would fit, and the reasons."""
 
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from tunewell.cli.render import folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.config.extensions import METHODS
 from tunewell.core.units import count, duration, size_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tunewell.planning.fit import Rung
-    from tunewell.planning.result import PlanResult
-    from tunewell.records.prediction import Measurement, Prediction
+from tunewell.planning.fit import Rung
+from tunewell.planning.result import PlanResult
+from tunewell.records.prediction import Measurement, Prediction
 
 _NOT_AT_ONCE = ("evaluation", "generation")
 _SMALL_SHARE = 0.01
@@ -29,7 +25,7 @@ _CHOICES = {
 }
 
 
-def plan_screen(result: "PlanResult", *, train: str = "tunewell train", can_apply: bool = True) -> str:
+def plan_screen(result: PlanResult, *, train: str = "tunewell train", can_apply: bool = True) -> str:
     """Return the screen of a plan."""
     if result.cards:
         lines = [cards_table(result), *_cards_ladders(result)]
@@ -45,7 +41,7 @@ def plan_screen(result: "PlanResult", *, train: str = "tunewell train", can_appl
     return "\n".join(lines)
 
 
-def _verdict(result: "PlanResult") -> list[str]:
+def _verdict(result: PlanResult) -> list[str]:
     memory = result.prediction.memory
     spread = f"{size_bytes(memory.low_bytes)} to {size_bytes(memory.high_bytes)}"
     free = "an unknown amount" if memory.free_bytes is None else size_bytes(memory.free_bytes)
@@ -57,7 +53,7 @@ def _verdict(result: "PlanResult") -> list[str]:
     return [hanging("FITS  " if result.fits else "DOES NOT FIT  ", f"{needs}; {free} free on {result.device.label}")]
 
 
-def _rows(result: "PlanResult") -> list[list[str]]:
+def _rows(result: PlanResult) -> list[list[str]]:
     prediction, plan = result.prediction, result.plan
     memory, seconds = prediction.memory, prediction.seconds
     number = result.num_parameters
@@ -83,7 +79,7 @@ def _rows(result: "PlanResult") -> list[list[str]]:
         ["micro-batch", f"{count(plan.micro_batch_tokens.value)} tokens: {plan.micro_batch_tokens.because}"],
         [
             "time",
-            f"{duration(seconds.low)} to {duration(seconds.high)}: {steps}, {format_speed(result.tokens_per_second)}",
+            f"{_time(prediction)}: {steps}, {format_speed(result.tokens_per_second)}",
         ],
         ["  by phase", ", ".join(f"{name} {duration(value)}" for name, value in seconds.phases.items())],
     ]
@@ -99,44 +95,37 @@ def _rows(result: "PlanResult") -> list[list[str]]:
     return rows
 
 
-def _parts(prediction: "Prediction") -> str:
+def _parts(prediction: Prediction) -> str:
     memory = prediction.memory
     least = _SMALL_SHARE * memory.peak_bytes
     shown = {name: size for name, size in memory.parts.items() if size >= least and name not in _NOT_AT_ONCE}
     return ", ".join(f"{name} {size_bytes(size)}" for name, size in shown.items())
 
 
-def _ladder(ladder: "Sequence[Rung]") -> list[str]:
+def _ladder(ladder: Sequence[Rung]) -> list[str]:
     rows = [["", "fits", "memory", "time", "what would help"]]
     for number, rung in enumerate(ladder, 1):
-        rows.append(
-            [
-                str(number),
-                "yes" if rung.fits else "no",
-                size_bytes(rung.prediction.memory.needed_bytes),
-                _time(rung.prediction),
-                rung.name + _beside(rung.prediction),
-            ]
-        )
+        needed, fits = size_bytes(rung.prediction.memory.needed_bytes), "yes" if rung.fits else "no"
+        rows.append([str(number), fits, needed, _time(rung.prediction), rung.name + _beside(rung.prediction)])
     chosen = next((rung for rung in ladder if rung.fits), None)
     return [folded_table(rows), hanging("mildest: ", _describe(chosen)) if chosen else _NONE_FITS]
 
 
-def _time(prediction: "Prediction") -> str:
+def _time(prediction: Prediction) -> str:
     return f"{duration(prediction.seconds.low)} to {duration(prediction.seconds.high)}"
 
 
-def _describe(rung: "Rung") -> str:
+def _describe(rung: Rung) -> str:
     sets = ", ".join(f"`{one}`" for one in rung.sets)
     return f"{rung.name}{_beside(rung.prediction)}: {sets} ({rung.cost})"
 
 
-def _beside(prediction: "Prediction") -> str:
+def _beside(prediction: Prediction) -> str:
     host = prediction.memory.host_bytes or 0
     return f" (and {size_bytes(host)} of main memory)" if host > _MUCH_HOST else ""
 
 
-def _cards_ladders(result: "PlanResult") -> list[str]:
+def _cards_ladders(result: PlanResult) -> list[str]:
     """Return what would make the run fit on each card on which it does not: the ladder, or only its first rung."""
     refused = [row for row in result.cards if not row.fits]
     host = max((row.prediction.memory.host_bytes or 0 for row in result.cards if row.prediction), default=0)
@@ -151,7 +140,7 @@ def _cards_ladders(result: "PlanResult") -> list[str]:
     return [*([""] if lines else []), *lines, *(_other_cards(result) if refused else [])]
 
 
-def _other_cards(result: "PlanResult") -> list[str]:
+def _other_cards(result: PlanResult) -> list[str]:
     if result.fitting_cards:
         names, more = ", ".join(result.fitting_cards[:_SHOWN_CARDS]), len(result.fitting_cards) - _SHOWN_CARDS
         others = f" and {count(more)} larger cards" if more > 0 else ""
@@ -159,7 +148,7 @@ def _other_cards(result: "PlanResult") -> list[str]:
     return [hanging("unchanged: ", "fits on no card in the list")]
 
 
-def cards_table(result: "PlanResult") -> str:
+def cards_table(result: PlanResult) -> str:
     """Return the table of other cards: fits, memory, time and cost."""
     has_prices = any(row.price is not None for row in result.cards)
     rows = [["card", "memory", "fits", "needs", "time", *(["cost"] if has_prices else [])]]
@@ -174,7 +163,7 @@ def cards_table(result: "PlanResult") -> str:
     return table(rows)
 
 
-def _next(result: "PlanResult", train: str, *, can_apply: bool) -> str:
+def _next(result: PlanResult, train: str, *, can_apply: bool) -> str:
     where = f"on {result.card.label}: " if result.card else ""
     if not result.exit_code:
         return f"{where}`{train}`"
@@ -186,7 +175,7 @@ def _next(result: "PlanResult", train: str, *, can_apply: bool) -> str:
     return f"choose a smaller model: `tunewell models`{larger}"
 
 
-def check_screen(run: str, predicted: "Prediction", measured: "Measurement") -> str:
+def check_screen(run: str, predicted: Prediction, measured: Measurement) -> str:
     """Return the screen of `plan --check`: predicted beside measured."""
     memory, seconds = predicted.memory, predicted.seconds
     rows = [["", "predicted", "range", "measured", "difference"]]
@@ -201,26 +190,13 @@ def check_screen(run: str, predicted: "Prediction", measured: "Measurement") -> 
                 f"{memory.peak_bytes / measured.peak_bytes - 1:+.0%}",
             ]
         )
-    spread = f"{duration(seconds.low)} to {duration(seconds.high)}"
-    rows.append(
-        [
-            "time",
-            duration(seconds.expected),
-            spread,
-            duration(measured.seconds),
-            f"{seconds.expected / measured.seconds - 1:+.0%}" if measured.seconds else "",
-        ]
-    )
+    off = f"{seconds.expected / measured.seconds - 1:+.0%}" if measured.seconds else ""
+    rows.append(["time", duration(seconds.expected), _time(predicted), duration(measured.seconds), off])
     for name in dict.fromkeys([*seconds.phases, *measured.phases]):
-        guess, real = seconds.phases.get(name), measured.phases.get(name)
-        rows.append(
-            [
-                f"  {name}",
-                duration(guess) if guess is not None else "-",
-                "",
-                duration(real) if real is not None else "-",
-            ]
+        guess, real = (
+            duration(phases[name]) if name in phases else "-" for phases in (seconds.phases, measured.phases)
         )
+        rows.append([f"  {name}", guess, "", real])
     how = "after a few real steps" if predicted.is_measured else "from the architecture"
     shown, notes = table(rows, right=(1, 3, 4)), []
     if max(map(len, shown.splitlines())) > width():

@@ -1,30 +1,26 @@
 """The screen after `tunewell train --rehearse`: passed or not and why, losses, an answer, memory and time."""
 
-from typing import TYPE_CHECKING
-
 from tunewell.cli.render import fitting, folded_table, hanging, one_line
 from tunewell.cli.screens.numbers import format_loss, format_speed
 from tunewell.core.units import count, duration, size_bytes
-
-if TYPE_CHECKING:
-    from tunewell.runs.rehearsal import Rehearsal
+from tunewell.runs.rehearsal import Rehearsal
 
 _ANSWER_COLUMNS = 200
 
 
-def rehearsal_screen(result: "Rehearsal") -> str:
+def rehearsal_screen(result: Rehearsal) -> str:
     """Return the screen of a rehearsal."""
     lines = [hanging("FAIL  ", f"{what}{f'. {remedy}' if remedy else ''}") for what, remedy in result.problems]
     if not lines:
         lines = ["PASS  the loss falls and answers change"]
     lines += ["", folded_table(_rows(result))]
-    lines += [hanging("note: ", one_line(note)) for note in dict.fromkeys(result.notes)]
+    lines += [hanging("note: ", note) for note in dict.fromkeys(result.notes)]
     if not result.problems:
         lines.append(hanging("next: ", f"`{result.next_command}`"))
     return "\n".join(lines)
 
 
-def _rows(result: "Rehearsal") -> list[list[str]]:
+def _rows(result: Rehearsal) -> list[list[str]]:
     plan, num_steps = result.plan, result.plan.num_steps.value
     steps = f"{count(len(result.steps), 'step')} of up to {count(result.step_tokens)} tokens"
     losses = f"{format_loss(result.loss_before)} -> {format_loss(result.loss_after)}"

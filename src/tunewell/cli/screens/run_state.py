@@ -41,46 +41,37 @@ class RunState:
 
     def __call__(self, event: Event) -> None:
         """Record an event of the run."""
+        now, stage = self.clock(), ""
         match event:
-            case Progress(stage):
-                if stage != self.stage or not stage:
-                    self._begin_stage(stage)
+            case Progress():
                 self.stage_text(event)
+                stage = event.stage
+                if stage and stage == self.stage:
+                    return
             case RunStarted():
                 self.start = event
-                self._begin_stage("")
-            case StepTaken(was_skipped=was_skipped):
+            case StepTaken():
                 self.last = event
                 self.recent.append(event)
-                self.num_skipped += was_skipped
-                self._begin_stage("")
+                self.num_skipped += event.was_skipped
             case Evaluated():
-                self._add_evaluation(event)
+                # The time since the last event counts as evaluation time, because it includes the sample answers.
+                self._evaluation_seconds.append(max(event.seconds, now - self.last_event))
+                self.held_out = event
+                self.best = event if event.is_best else self.best
+                self.sample = event.samples[0] if event.samples else self.sample
             case Healed(entry):
                 self.healing.append(entry)
-                self.last_event = self.clock()
-            case Rewound(step):  # the steps after it are repeated
-                kept = [taken for taken in self.recent if taken.step <= step]
-                self.recent.clear()
-                self.recent.extend(kept)
-                self.last = kept[-1] if kept else None
             case Note(message):
                 self.notes.append(message)
-                self.last_event = self.clock()
-
-    def _begin_stage(self, stage: str) -> None:
-        self.stage = stage
-        self.last_event = self.stage_started = self.clock()
-
-    def _add_evaluation(self, event: Evaluated) -> None:
-        # The time since the last event counts as evaluation time, because it includes the sample answers.
-        self._evaluation_seconds.append(max(event.seconds, self.clock() - self.last_event))
-        self.held_out = event
-        if event.is_best:
-            self.best = event
-        if event.samples:
-            self.sample = event.samples[0]
-        self._begin_stage("")
+            case Rewound(step):  # the steps after it are repeated
+                kept = [taken for taken in self.recent if taken.step <= step]
+                self.recent = deque(kept, maxlen=RECENT_STEPS)
+                self.last = kept[-1] if kept else None
+                return
+        self.last_event = now
+        if not isinstance(event, Healed | Note):
+            self.stage, self.stage_started = stage, now
 
     @property
     def num_steps(self) -> int:

@@ -4,15 +4,12 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from tunewell.cli.render import cell_width, folded_table, hanging, one_line, table, width
 from tunewell.cli.screens.numbers import format_loss
 from tunewell.core.units import count, duration
-
-if TYPE_CHECKING:
-    from tunewell.runs.state import StoredRun
-    from tunewell.runs.status import RunStatus
+from tunewell.runs.state import StoredRun
+from tunewell.runs.status import RunStatus
 
 _SHOWN = (
     *("run", "status", "verdict", "held_out", "steps", "tokens_per_second", "when"),
@@ -27,7 +24,7 @@ _EVENTS = {"held_out": "evaluation", "step": "end"}
 """What an event of `events.jsonl` is called on the screen."""
 
 
-def runs_screen(runs: "Sequence[StoredRun]", *, folder: str, columns: Sequence[str], is_filtered: bool) -> str:
+def runs_screen(runs: Sequence[StoredRun], *, folder: str, columns: Sequence[str], is_filtered: bool) -> str:
     """Return a table of runs. Without `columns`, those that fit the width of the terminal are shown."""
     if not runs:
         where = "this folder" if folder == "." else f"`{folder}`"
@@ -54,7 +51,7 @@ def _table_width(cells: dict[str, list[str]]) -> int:
     return sum(max(map(cell_width, column)) for column in columns) + 2 * (len(columns) - 1)
 
 
-def _cell(run: "StoredRun", name: str, folder: str) -> str:
+def _cell(run: StoredRun, name: str, folder: str) -> str:
     value = getattr(run, name)
     if value is None:
         return "-"
@@ -86,7 +83,7 @@ def _ago(when: float) -> str:
     return "now" if seconds < 60 else f"{duration(seconds).rsplit(' ', 2)[0]} ago"
 
 
-def status_screen(run: "RunStatus") -> str:
+def status_screen(run: RunStatus) -> str:
     """Return the state of one run as one screen."""
     rows = [["run", run.run], ["state", run.state]]
     if run.stage:

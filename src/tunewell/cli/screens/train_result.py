@@ -1,23 +1,20 @@
 """The screen after `tunewell train`: the metrics of the run, loss curve, verdict, files and the next command."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tunewell.cli.render import folded_table, hanging, is_utf8, one_line, width
+from tunewell.cli.render import folded_table, hanging, is_utf8, width
 from tunewell.cli.screens.numbers import describe_method, format_loss, format_speed, short_model_name
 from tunewell.core.units import count, duration, size_bytes
 from tunewell.runs.loss_curve import draw_curve
-
-if TYPE_CHECKING:
-    from tunewell.training.events import RunStarted
-    from tunewell.workflows.train import TrainResult
+from tunewell.runs.result import TrainResult, healing_summary
+from tunewell.training.events import RunStarted
 
 _CURVE_WIDTH, _CURVE_MARGIN = 60, 14
 # Keys of `stages` in `--json` that have a different label on the screen.
 _STAGE_LABELS = {"look": "evaluate", "judge": "validate"}
 
 
-def train_result_screen(result: "TrainResult", start: "RunStarted | None") -> str:
+def train_result_screen(result: TrainResult, start: RunStarted | None) -> str:
     """Return the screen for a run that has ended."""
     parts = [] if result.status == "finished" else [hanging("", _stop_message(result))]
     parts.append(_folded(_result_rows(result, start)))
@@ -35,21 +32,19 @@ def train_result_screen(result: "TrainResult", start: "RunStarted | None") -> st
     return "\n".join(parts)
 
 
-def _stop_message(result: "TrainResult") -> str:
+def _stop_message(result: TrainResult) -> str:
     where = f"after step {count(result.steps)} of {count(result.num_steps)}"
     if result.status == "interrupted" and "SIGINT" in result.reason:
         return f"Stopped by you (Ctrl-C) {where}. Everything is saved."
-    return f"{result.status} {where}{f': {one_line(result.reason)}' if result.reason else ''}"
+    return f"{result.status} {where}{f': {result.reason}' if result.reason else ''}"
 
 
-def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tuple[str, str, str]]:
+def _result_rows(result: TrainResult, start: RunStarted | None) -> list[tuple[str, str, str]]:
     """Return the label, number and detail of each line. A line without a number has only a detail."""
-    from tunewell.runs.result import healing_summary
-
     rows = []
     if start is not None:
         rows.append(("trained", "", f"{short_model_name(start.plan.model)}: {describe_method(start)}"))
-    reason = one_line(result.reason) if result.status == "finished" else ""
+    reason = result.reason if result.status == "finished" else ""
     rows.append(("steps", f"{count(result.steps)} of {count(result.num_steps)}", reason))
     rows.append(("tokens", count(result.tokens), f"{count(result.supervised_tokens)} of them trained on"))
     change = f"{format_loss(result.first_loss)} -> {format_loss(result.last_loss)}"
@@ -69,12 +64,12 @@ def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tupl
     rows.append(("time", duration(result.seconds), ", ".join(stages)))
     for label, is_warning in (("warning", True), ("healed", False)):
         entries = [entry for entry in result.healing if (entry.action == "none") == is_warning]
-        rows += [(label, "", one_line(line)) for line in healing_summary(entries)]
-    rows += [("next time", "", one_line(line)) for line in result.advice]
-    return [*rows, *(("note", "", one_line(note)) for note in dict.fromkeys(result.notes))]
+        rows += [(label, "", line) for line in healing_summary(entries)]
+    rows += [("next time", "", line) for line in result.advice]
+    return [*rows, *(("note", "", note) for note in dict.fromkeys(result.notes))]
 
 
-def _curve(result: "TrainResult") -> str:
+def _curve(result: TrainResult) -> str:
     if len(result.losses) < 2:
         return ""
     curve_width = min(max(width() - _CURVE_MARGIN, 10), _CURVE_WIDTH)

@@ -55,15 +55,23 @@ def shown_training() -> Iterator["LivePanel | LogLines"]:
     screen.close()
 
 
-class LivePanel:
-    """A listener that shows a run in a live panel, which opens with the first event."""
+class _RunScreen:
+    """A listener that keeps the state of a run and writes to a stream."""
 
     def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.run = RunState(clock)
         self._stream = stream
         self._lock = threading.RLock()  # a signal handler may report an event while another is handled
-        self._live: Live | None = None
-        self._is_closed = False
+
+    def close(self) -> None:
+        """Remove what does not stay on the screen."""
+
+
+class LivePanel(_RunScreen):
+    """A listener that shows a run in a live panel, which opens with the first event."""
+
+    _live: "Live | None" = None
+    _is_closed = False
 
     def __call__(self, event: Event) -> None:
         """Record an event, which the panel shows at the next refresh."""
@@ -93,28 +101,28 @@ class LivePanel:
         self._live.start(refresh=True)
 
 
-class LogLines:
+class LogLines(_RunScreen):
     """A listener that writes log lines for the first, last and some other steps, evaluations and notes."""
 
-    def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.run = RunState(clock)
-        self._stream = stream
-        self._wrote_at = -math.inf  # so that the first step is due
-        self._wrote_stage_at = -math.inf
-        self._wrote_step = 0
-        self._was_finite = True
+    _wrote_at = _wrote_stage_at = -math.inf  # so that the first step and the first stage are due
+    _wrote_step = 0
+    _was_finite = True
 
     def __call__(self, event: Event) -> None:
         """Write the lines of an event."""
         last_stage = self.run.stage
         self.run(event)
         match event:
-            case Progress(stage) if stage and not self._is_between_steps():
+            case Progress(stage) if stage and not (self.run.start and self.run.step < self.run.num_steps):
                 if stage != last_stage or self.run.clock() - self._wrote_stage_at >= _SHORTEST_WAIT:
                     self._write(one_line(self.run.stage_text.text()))
                     self._wrote_stage_at = self.run.clock()
             case RunStarted():
-                self._write_start(event)
+                left = f", resuming after step {count(event.first_step)}" if event.first_step else ""
+                self._write(f"training {short_model_name(event.plan.model)}: {describe_method(event)}")
+                self._write(f"{count(self.run.num_steps, 'step')}{left}")
+                if event.checklist:
+                    self._write(checklist_lines(event))
             case StepTaken():
                 self._write_step(event)
             case Evaluated():
@@ -125,16 +133,6 @@ class LogLines:
                 self._wrote_step = min(self._wrote_step, step)
             case Note(message):
                 self._write(f"note: {one_line(message)}")
-
-    def _is_between_steps(self) -> bool:
-        return self.run.start is not None and self.run.step < self.run.num_steps
-
-    def _write_start(self, start: RunStarted) -> None:
-        left = f", resuming after step {count(start.first_step)}" if start.first_step else ""
-        self._write(f"training {short_model_name(start.plan.model)}: {describe_method(start)}")
-        self._write(f"{count(self.run.num_steps, 'step')}{left}")
-        if start.checklist:
-            self._write(checklist_lines(start))
 
     def _write_step(self, event: StepTaken) -> None:
         is_finite = math.isfinite(event.loss) and math.isfinite(event.grad_norm)
@@ -154,9 +152,6 @@ class LogLines:
         for sample in event.samples[:1]:
             self._write(f"  asked: {shorten(one_line(sample.question), _LINE_CHARS)}")
             self._write(f"  reply: {shorten(one_line(sample.answer), _LINE_CHARS)}")
-
-    def close(self) -> None:
-        """Do nothing, because the lines stay on the screen."""
 
     def _is_due(self) -> bool:
         wait = min(max(self.run.elapsed() * _WAIT_SHARE, _SHORTEST_WAIT), _LONGEST_WAIT)

@@ -4,7 +4,7 @@ import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
@@ -163,11 +163,9 @@ def _bar(share: float, width: int, *, is_ascii: bool) -> str:
 
 def _cut(line: Text, width: int, *, is_ascii: bool) -> Text:
     """Truncate a line that is too long, with an ellipsis at the end."""
-    if line.cell_len <= width:
-        return line
-    mark = "..." if is_ascii else "…"
-    room = max(width - cell_len(mark), 0)
-    kept = len(set_cell_size(line.plain, room).rstrip())
-    short = line[:kept]
-    short.append(mark)
-    return short
+    if line.cell_len > width:
+        mark = "..." if is_ascii else "…"
+        line.truncate(max(width - cell_len(mark), 0))
+        line.rstrip()
+        line.append(mark)
+    return line

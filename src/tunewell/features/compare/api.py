@@ -1,31 +1,44 @@
 """`tunewell.compare`: compare training with answering from documents, and runs with each other."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from os import PathLike, fspath
 
 from tunewell.features.compare.workflow import RunComparison
-from tunewell.library.functions import data_paths
+from tunewell.library.functions import Data, StrPath, data_paths, text_of
 from tunewell.library.progress import Show, shown
-from tunewell.runs.result import TrainResult
 
 
 def compare(
-    *models: str | Path | TrainResult,
-    index: str | Path | Sequence[str | Path] = (),
-    data: Any = None,
-    out: str | Path = "comparison",
+    *models: StrPath,
+    index: StrPath | Sequence[StrPath] = (),
+    data: Data = None,
+    num_questions: int = 100,
+    num_passages: int | None = None,
+    judge: str | None = None,
+    labels: StrPath | None = None,
+    is_fresh: bool = False,
+    device: str = "auto",
+    out: StrPath = "comparison",
     progress: Show = True,
-    **options: Any,
 ) -> RunComparison:
     """Compare runs and models on the same held-out questions, with and without indexes, and recommend one.
 
     Without models, the run of the current folder is compared with its base model and the index `index`. `data` are
-    other questions with answers. `options` are `num_questions`, `num_passages`, `device` and `is_fresh`.
+    other questions with answers. The other parameters are the options of `tunewell compare`.
     """
+    from tunewell.features.compare.options import CompareOptions
     from tunewell.features.compare.workflow import compare as run_compare
 
-    names = [model.run if isinstance(model, TrainResult) else model for model in models]
-    indexes = [str(index)] if isinstance(index, str | Path) else [str(one) for one in index]
+    options = CompareOptions(
+        indexes=[fspath(one) for one in ([index] if isinstance(index, str | PathLike) else index)],
+        data=data_paths(data),
+        num_questions=num_questions,
+        num_passages=num_passages,
+        judge=judge,
+        labels=text_of(labels),
+        is_fresh=is_fresh,
+        device=device,
+        out=fspath(out),
+    )
     with shown(progress) as show:
-        return run_compare(names, indexes=indexes, data=data_paths(data), out=out, progress=show, **options)
+        return run_compare([fspath(model) for model in models], options=options, progress=show)

@@ -1,11 +1,11 @@
 """`tunewell compare`: runs, models and indexes side by side."""
 
-from pathlib import Path
 from typing import Annotated
 
-from tunewell.cli.options import Argument, AsJson, Device, Option
+from tunewell.cli.options import Argument, AsJson
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, json_text
+from tunewell.features.compare.options import CompareOptions
 
 
 def command(
@@ -15,19 +15,8 @@ def command(
             "Runs, adapters, model folders, `.gguf` files, hub ids or `URL#MODEL`. Default: this folder's run.", "MODEL"
         ),
     ] = None,
-    index: Annotated[list[str] | None, Option("Also answer from this index. Can be repeated.", "INDEX")] = None,
-    data: Annotated[
-        list[str] | None, Option("Questions with answers. Default: the run's held-out rows.", "PATH")
-    ] = None,
-    questions: Annotated[int, Option("Maximum number of questions.", "N", min=1)] = 100,
-    passages: Annotated[
-        int | None, Option("Number of passages to read. Default: set by the index.", "N", min=1, max=50)
-    ] = None,
-    judge: Annotated[str | None, Option("Judge answers by a model instead of by keys.", "URL#MODEL")] = None,
-    labels: Annotated[Path | None, Option("Answers judged by a person, to measure `--judge` by.", "FILE")] = None,
-    out: Annotated[Path, Option("Folder to write the HTML page to.", "FOLDER")] = Path("comparison"),
-    fresh: Annotated[bool, Option("Validate every run again. Only for runs alone.")] = False,
-    device: Device = "auto",
+    *,
+    options: CompareOptions,
     json: AsJson = False,
 ) -> None:
     """Compare runs and models, with and without documents.
@@ -40,17 +29,5 @@ def command(
     from tunewell.features.compare.workflow import compare
 
     with shown_stages() as progress:
-        found = compare(
-            columns or (),
-            indexes=index or (),
-            data=data,
-            out=out,
-            is_fresh=fresh,
-            num_questions=questions,
-            num_passages=passages,
-            device=device,
-            judge=judge,
-            labels=labels,
-            progress=progress,
-        )
+        found = compare(columns or (), options=options, progress=progress)
     emit(json_text({**found.comparison.as_json(), "page": str(found.page)}) if json else compare_screen(found))

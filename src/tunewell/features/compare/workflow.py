@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.features import find_hook
@@ -60,17 +59,13 @@ class RunComparison:
 
 
 def compare(
-    subjects: Sequence[str | Path] = (),
-    *,
-    progress: ProgressListener = silent,
-    **fields: Any,
+    subjects: Sequence[str | Path], *, options: CompareOptions, progress: ProgressListener = silent
 ) -> RunComparison:
-    """Compare runs and models, with and without indexes, and write the page. `fields` are fields of CompareOptions.
+    """Compare runs and models, with and without indexes, and write the page.
 
     Runs alone are compared by their reports, settings and curves. With an index, with rows or with a model that is not
     a run, all models are asked the same questions. Raises UserError if there is nothing to compare.
     """
-    options = CompareOptions(**fields)
     require_output_path(Path(options.out))
     is_runs = len(subjects) > 1 and all((Path(one).expanduser() / PLAN).is_file() for one in subjects)
     if is_runs and not options.indexes and options.data is None:

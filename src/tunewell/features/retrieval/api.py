@@ -7,8 +7,8 @@ from pathlib import Path
 from tunewell.core.html import result_table
 from tunewell.features.retrieval.index_workflow import IndexResult
 from tunewell.inference.passages import IndexAnswer
+from tunewell.library.functions import ModelPath, text_of
 from tunewell.library.progress import Show, shown
-from tunewell.runs.result import TrainResult
 
 
 class AskResult(IndexAnswer):
@@ -50,7 +50,7 @@ def ask(
     question: str,
     *,
     index: str | Path = "index",
-    model: str | Path | TrainResult | None = None,
+    model: ModelPath = None,
     num_passages: int | None = None,
     max_new_tokens: int = 256,
     device: str = "auto",
@@ -62,11 +62,8 @@ def ask(
     from tunewell.features.retrieval.ask_workflow import open_retrieval_chat
     from tunewell.inference.chat import ChatOptions
 
-    path = model.run if isinstance(model, TrainResult) else model
-    name = None if path is None else str(path)
-    chat = open_retrieval_chat(
-        str(index), name, ChatOptions(length=max_new_tokens), device=device, num_passages=num_passages
-    )
+    options = ChatOptions(length=max_new_tokens)
+    chat = open_retrieval_chat(str(index), text_of(model), options, device=device, num_passages=num_passages)
     for _ in chat.ask(question):
         pass
     return AskResult(**vars(chat.answer))

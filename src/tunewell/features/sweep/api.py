@@ -8,7 +8,7 @@ from typing import Any
 
 from tunewell.config.load import ConfigLike
 from tunewell.features.sweep.sweep import SweepResult
-from tunewell.library.functions import data_paths
+from tunewell.library.functions import Data, ModelPath, Settings, StrPath, all_sets, data_paths, text_of
 from tunewell.library.progress import Show, shown
 
 
@@ -16,14 +16,15 @@ def sweep(
     config: ConfigLike = None,
     *,
     over: Mapping[str, Sequence[Any]],
-    model: str | Path | None = None,
-    data: Any = None,
-    out: str | Path = "sweep",
+    model: ModelPath = None,
+    data: Data = None,
+    out: StrPath = "sweep",
     seeds: int = 1,
     resume: bool = False,
-    progress: Show = True,
+    settings: Settings | None = None,
     sets: Sequence[str] = (),
     allow_pickle: bool = False,
+    progress: Show = True,
 ) -> SweepResult:
     """Train with every combination of the values in `over`, like `{"train.learning_rate": [1e-4, 3e-4]}`.
 
@@ -34,19 +35,17 @@ def sweep(
     from tunewell.features.sweep.workflow import sweep as run_sweep
 
     alternatives = [
-        f"{key}={','.join(json.dumps(str(value) if isinstance(value, Path) else value) for value in values)}"
-        for key, values in over.items()
+        f"{key}={','.join(json.dumps(value, default=str) for value in values)}" for key, values in over.items()
     ]
 
     def shown_run(title: str) -> AbstractContextManager[Any]:
         return shown(progress, is_training=True)
 
     options = SweepOptions(out=Path(out), seeds=seeds, is_resuming=resume, allow_pickle=allow_pickle)
-    fixed = [sets] if isinstance(sets, str) else list(sets)
     return run_sweep(
         config,
-        sets=[*fixed, *alternatives],
-        model=None if model is None else str(model),
+        sets=[*all_sets(sets, settings), *alternatives],
+        model=text_of(model),
         data=data_paths(data),
         options=options,
         shown=shown_run,

@@ -9,7 +9,6 @@ import typer
 
 from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Option, TrainedModel
 from tunewell.cli.render import emit, json_text, one_line
-from tunewell.core.progress import Progress
 
 _SET = "Set a config key; commas separate alternatives (`8,32`), brackets enclose lists (`[a,b]`). Can be repeated."
 
@@ -44,8 +43,7 @@ def command(
         return shown_training()
 
     with shown_training() as listener:
-        listener(Progress("importing torch"))
-        import_libraries(device="auto")
+        import_libraries(listener, device="auto")
     from tunewell.features.sweep.screen import sweep_screen
     from tunewell.features.sweep.workflow import SweepOptions, sweep
 
