@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tunewell"
 _ORDER = (
-    "cli library workflows config data scoring planning models methods training inference evaluation export runs records "
-    "model_files machine core"
+    "cli library workflows config data scoring planning models methods training inference evaluation export runs "
+    "records model_files machine core"
 )
 SPINE = _ORDER.split()
 """The packages of the spine in the order in which a row travels through them, and at the end those that all use."""

@@ -270,7 +270,9 @@ def test_json_has_every_key_that_it_had(written: Written, name: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_of_a_command_still_exists(command: str, tmp_path: Path) -> None:
     """Guards against a flag that scripts and `resume` lines give and that is unknown now."""
-    flags = {flag: takes for flag, takes in golden("flags")[command].items() if flag not in WITHDRAWN_FLAGS.get(command, ())}
+    flags = {
+        flag: takes for flag, takes in golden("flags")[command].items() if flag not in WITHDRAWN_FLAGS.get(command, ())
+    }
     for flag, takes_value in flags.items():
         # Help is shown only where everything else on the line was understood.
         ran = run_in(tmp_path, [command, f"{flag}=1" if takes_value else flag, "--help"])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_line, width
 from tunewell.core.units import count, duration, percent
+
 if TYPE_CHECKING:
     from tunewell.records.report import Answer, AnswerCounts, JudgeRecord, LossPair, Report
 
