@@ -23,12 +23,11 @@ from tunewell.scoring.answer_keys import AnswerKey
 from tunewell.scoring.base import ReferenceRow, Score, Scorer, most_frequent, score_answer
 from tunewell.scoring.choice import Choice
 from tunewell.scoring.facts import Facts
-from tunewell.scoring.tasks import find_task, make_scorer
+from tunewell.scoring.tasks import find_task, is_chat_export, make_scorer
 from tunewell.training.evaluate import Question, prompt_and_reply
 
 _MAX_TRAINING = 20_000
 """Training rows that are read for the task and the labels, evenly spread."""
-_CHAT_FORMATS = frozenset({"whatsapp", "telegram", "signal", "discord", "slack"})
 _MIN_JUDGED = 0.5
 """Share of the questions that a scorer must be able to judge; otherwise the rows are scored as text."""
 
@@ -117,7 +116,7 @@ def find_questions(
         base=base,
         num_documents=without,
         num_training=len(training) if training is not None else 0,
-        is_chat=bool(formats) and formats <= _CHAT_FORMATS,
+        is_chat=is_chat_export(formats),
     )
     found.asked, found.places = [*asked], places
     pairs = corpus.near_pairs() if corpus is not None else []

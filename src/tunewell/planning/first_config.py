@@ -17,6 +17,7 @@ from tunewell.data.sources.recognise import Recognised
 from tunewell.model_files.facts import ModelFacts
 from tunewell.planning.plan import StartingPoint
 from tunewell.records.manifest import Manifest, too_few_to_judge
+from tunewell.records.plan import Chosen
 
 _SHOWN_LABELS = 5
 _TEXTS = read_data(__file__, "recipes.toml")
@@ -64,6 +65,8 @@ class InitResult:
     """A name that `find_recipe` knows."""
     num_rows_in_file: int = 0
     """Rows of the file of test rows."""
+    task: Chosen[str] | None = None
+    """The task of the rows, which decides how answers are scored."""
 
     @property
     def num_held_out(self) -> int:
@@ -104,6 +107,7 @@ class InitResult:
             "lengths": self.sample.lengths.model_dump(exclude={"histogram"}),
             "dropped_in_sample": self.sample.dropped,
             "method": self.method,
+            "task": self.task and self.task.value,
             "epochs": self.start.epochs.value,
             "learning_rate": self.start.learning_rate.value,
             "rank": self.start.rank.value,
@@ -155,8 +159,17 @@ train:
   learning_rate: {rate}   # {start.learning_rate.because}
   schedule: cosine   # the learning rate falls to zero; or: linear, constant
   batch_tokens: auto   # tokens per step; `train` prints its choice and the reason
-
+{_verdict_text(result)}
 seed: 0
+"""
+
+
+def _verdict_text(result: InitResult) -> str:
+    if result.task is None:
+        return ""
+    return f"""
+verdict:
+  task: auto   # found: {result.task.value} ({result.task.because}); it decides how answers are scored
 """
 
 

@@ -17,6 +17,7 @@ text        anything else
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -46,6 +47,7 @@ _MAX_LABEL_WORDS, _WORDS_OF_LABEL = 8, 4.0
 _MIN_PER_LABEL, _SURELY_LABELS = 3.0, 10.0
 """Rows per different reply: below the first, replies are no labels; from the second, they are, whatever they say."""
 _SAMPLE = 400
+_CHAT_FORMATS = frozenset({"whatsapp", "telegram", "signal", "discord", "slack"})
 _SQL = re.compile(
     r"\s*(?:select\b.+\bfrom|insert\s+into|update\b.+\bset|delete\s+from|with\b.+\bselect|(?:create|alter|drop)\s+\w+)\b",
     re.IGNORECASE | re.DOTALL,
@@ -106,6 +108,11 @@ def find_task(
         else ""
     )
     return Chosen(value="text", because=f"the replies have no common form that can be checked{note}")
+
+
+def is_chat_export(formats: AbstractSet[str]) -> bool:
+    """Return True if rows come from chat apps only, by the names of their formats."""
+    return bool(formats) and formats <= _CHAT_FORMATS
 
 
 def make_scorer(

@@ -11,13 +11,14 @@ from typing import Any
 from tunewell.config.edit import set_key
 from tunewell.config.keys import dotted_name, parse_key, resolve_alias
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
-from tunewell.config.schema import Config
+from tunewell.config.schema import Config, SourceConfig
 from tunewell.config.yaml_reader import read_value
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url, write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.questions import Asker, MenuQuestion
 from tunewell.data.corpus.spec import source_options
+from tunewell.data.question_rows import read_questions
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.blocks import count_rows
 from tunewell.data.sources.recognise import Recognised, held_out_beside, read_options, recognise
@@ -29,9 +30,13 @@ from tunewell.planning.plan import starting_point
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Chosen
 from tunewell.runs.config import with_start
+from tunewell.scoring.base import ReferenceRow
+from tunewell.scoring.tasks import find_task, is_chat_export
 from tunewell.workflows.prepare import temporary_corpus
 
 _SAMPLE_ROWS = 1000
+_TASK_ROWS = 3000
+"""First rows in which the task is searched."""
 _BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
 """Built-in templates, in the order in which they are tried for a model without a chat template."""
 _OF_SOURCE = "data.sources"
@@ -89,6 +94,7 @@ def init(
         start=start,
         source=source,
         long_documents=_long_documents(sample, facts.context_limit, ask),
+        task=_task(sample, {**source.settings, "path": plain}, limit, num_rows),
         method=method,
         num_rows_in_file=tested,
     )
@@ -191,6 +197,19 @@ def _sample(
     }
     with temporary_corpus(wanted, values, progress) as corpus:
         return corpus.manifest
+
+
+def _task(sample: Manifest, source: dict[str, Any], limit: int | None, num_rows: int) -> Chosen[str]:
+    """Return the task of the first rows, with the reason."""
+    limit = min(limit or _TASK_ROWS, _TASK_ROWS)
+    try:
+        found = read_questions(SourceConfig.model_validate({**source, "limit": limit}))
+    except UserError:
+        found = []
+    rows = [ReferenceRow(one.text, one.reference, one.answers) for one in found]
+    formats = {name for one in sample.sources for name in one.formats}
+    num_documents = 0 if rows else sample.documents
+    return find_task(rows, num_documents=num_documents, num_rows=num_rows, is_chat=is_chat_export(formats))
 
 
 def _long_documents(sample: Manifest, limit: int | None, ask: Asker | None) -> str:

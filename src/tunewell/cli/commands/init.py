@@ -113,6 +113,7 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
             for key, value in result.source.settings.items()
             if key in _LABELS and key not in result.source.open_points
         ),
+        *([["task", f"{result.task.value}: {result.task.because}"]] if result.task else []),
         ["chat template", template],
         ["kept for testing", result.kept_for_testing],
         ["epochs", f"{start.epochs.value:g}: {start.epochs.because}"],
