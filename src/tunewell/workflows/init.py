@@ -35,7 +35,7 @@ from tunewell.scoring.tasks import find_task, is_chat_export
 from tunewell.workflows.prepare import temporary_corpus
 
 _SAMPLE_ROWS = 1000
-_TASK_ROWS = 3000
+_TASK_ROWS = 20_000
 """First rows in which the task is searched."""
 _BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
 """Built-in templates, in the order in which they are tried for a model without a chat template."""
@@ -94,7 +94,7 @@ def init(
         start=start,
         source=source,
         long_documents=_long_documents(sample, facts.context_limit, ask),
-        task=_task(sample, {**source.settings, "path": plain}, limit, num_rows),
+        task=_task(sample, {**source.settings, "path": plain}, limit),
         method=method,
         num_rows_in_file=tested,
     )
@@ -199,7 +199,7 @@ def _sample(
         return corpus.manifest
 
 
-def _task(sample: Manifest, source: dict[str, Any], limit: int | None, num_rows: int) -> Chosen[str]:
+def _task(sample: Manifest, source: dict[str, Any], limit: int | None) -> Chosen[str]:
     """Return the task of the first rows, with the reason."""
     limit = min(limit or _TASK_ROWS, _TASK_ROWS)
     try:
@@ -209,7 +209,7 @@ def _task(sample: Manifest, source: dict[str, Any], limit: int | None, num_rows:
     rows = [ReferenceRow(one.text, one.reference, one.answers) for one in found]
     formats = {name for one in sample.sources for name in one.formats}
     num_documents = 0 if rows else sample.documents
-    return find_task(rows, num_documents=num_documents, num_rows=num_rows, is_chat=is_chat_export(formats))
+    return find_task(rows, num_documents=num_documents, is_chat=is_chat_export(formats))
 
 
 def _long_documents(sample: Manifest, limit: int | None, ask: Asker | None) -> str:
