@@ -23,6 +23,8 @@ class Question:
     reference: str
     answers: tuple[str, ...] = ()
     """Accepted answers of the row, if it has some."""
+    num_replies: int = 1
+    """Replies in the conversation."""
 
 
 def read_questions(rows: str | SourceConfig, *, base: Path = _HERE) -> list[Question]:
@@ -49,7 +51,8 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE) -> list[Ques
         pairs = pairwise(conversation.messages)
         asked = next((pair for pair in pairs if [one["role"] for one in pair] == ["user", "assistant"]), None)
         if asked is not None and all(isinstance(one["content"], str) for one in asked):
-            found.append(Question(asked[0]["content"], asked[1]["content"], conversation.answers))
+            num_replies = sum(one["role"] == "assistant" for one in conversation.messages)
+            found.append(Question(asked[0]["content"], asked[1]["content"], conversation.answers, num_replies))
     if not found:
         raise UserError(
             f"`{path}` has no questions with answers",

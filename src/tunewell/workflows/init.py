@@ -206,7 +206,7 @@ def _task(sample: Manifest, source: dict[str, Any], limit: int | None) -> Chosen
         found = read_questions(SourceConfig.model_validate({**source, "limit": limit}))
     except UserError:
         found = []
-    rows = [ReferenceRow(one.text, one.reference, one.answers) for one in found]
+    rows = [ReferenceRow(one.text, one.reference, one.answers, num_replies=one.num_replies) for one in found]
     formats = {name for one in sample.sources for name in one.formats}
     num_documents = 0 if rows else sample.documents
     return find_task(rows, num_documents=num_documents, is_chat=is_chat_export(formats))
