@@ -263,8 +263,8 @@ def _number(found: _Rows) -> str | None:
 
 
 def _conversation(found: _Rows) -> str | None:
-    turns = median(row.num_replies for row in found.rows)
-    return f"conversations with {count(int(turns), 'reply', 'replies')} each (median)" if turns >= 2 else None
+    share = fmean(row.num_replies > 1 for row in found.rows)
+    return f"{percent(share, 0)} of the rows are conversations of several replies" if share >= _SOME else None
 
 
 def _personal(found: _Rows) -> str | None:
