@@ -89,10 +89,10 @@ def find_task(
     `rows` have a question each; `num_documents` rows have none. `num_rows` is the number of rows if these are a sample,
     and `is_chat` whether they come from a chat app.
     """
-    if num_documents > len(rows):
-        return Chosen(value="documents", because=f"{count(num_documents, 'row')} without a question")
     if is_chat:
         return Chosen(value="chat", because="the rows come from a chat app")
+    if num_documents > len(rows):
+        return Chosen(value="documents", because=f"{count(num_documents, 'row')} without a question")
     rows = [row for row in rows if row.reference.strip()]
     if not rows:
         return Chosen(value="text", because="there are no replies to look at")
