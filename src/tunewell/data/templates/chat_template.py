@@ -26,9 +26,17 @@ from tunewell.data.rows.conversation import REASONING_KEYS, Message, is_list
 from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
 
 
+class _NotPlain(Exception):
+    """Raised for a value that is not text, a number, a list or a dict."""
+
+
 def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
     """Return messages and tools as plain data with all reasoning fields, and their size in characters."""
-    messages, tools = plain_data(messages), plain_data(tools)
+    try:
+        size = _plain_size(messages) + (_plain_size(tools) if tools is not None else 0)
+    except _NotPlain:
+        messages, tools = plain_data(messages), plain_data(tools)
+        size = _plain_size(messages) + _plain_size(tools)
     for message in messages:
         if type(message) is not dict:
             raise TemplateFailed(
@@ -37,7 +45,7 @@ def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -
     for tool in tools or ():
         if type(tool) is not dict:
             raise TemplateFailed("a tool must be a JSON schema (an object)")
-    return [_with_reasoning(message) for message in messages], tools, len(repr((messages, tools)))
+    return [_with_reasoning(message) for message in messages], tools, size
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -45,6 +53,23 @@ def _with_reasoning(message: Message) -> Message:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain_size(value: Any) -> int:
+    """Return the number of characters of plain data, which needs no copy; raise `_NotPlain` for other values.
+
+    Most rows are plain: copying them took 8% of `prepare`.
+    """
+    kind = type(cast(object, value))
+    if kind is str:
+        return len(value)
+    if kind is dict:
+        return sum(_plain_size(key) + _plain_size(item) for key, item in value.items())
+    if kind is list or kind is tuple:
+        return sum(map(_plain_size, value))
+    if value is None or kind is int or kind is float or kind is bool:
+        return 8
+    raise _NotPlain
 
 
 def plain_data(value: Any) -> Any:

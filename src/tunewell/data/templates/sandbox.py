@@ -61,6 +61,9 @@ def _names(text: str) -> frozenset[str]:
 
 
 _TEMPLATE_FUNCTIONS = frozenset((Macro, LoopContext, BlockReference))
+_PUBLIC_ATTRIBUTES = {
+    kind: frozenset(name for name in dir(kind) if not name.startswith(("_", "format"))) for kind in (str, LoopContext)
+}
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _FREE_FILTERS = _names("count d default first last length")
 _TEXT_FILTERS = _names(
@@ -201,8 +204,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return an attribute or item, with a fast path for common objects."""
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if (kind is str or kind is LoopContext) and attribute in _PUBLIC_ATTRIBUTES[kind]:
+            return self.budget.charge(64, getattr(obj, attribute))
         return self.budget.charge(64, super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
