@@ -202,7 +202,7 @@ TRACKERS: Registry[TrackerEntry] = Registry(
 
 @dataclass(frozen=True)
 class TaskEntry(Entry):
-    """A task of the rows: its scorer, and what a model must reach."""
+    """A task of the rows: its scorer, and the share of right answers that a model must reach."""
 
     noun: str
     """What is right, in the plural: `labels`."""
@@ -212,7 +212,7 @@ class TaskEntry(Entry):
     """The reason for `min_right`."""
 
 
-_MOST = "a model that is wrong more often than right is no help"
+_MOST = "a useful model is right more often than wrong"
 SCORERS: Registry[TaskEntry] = Registry(
     "task",
     [
@@ -233,9 +233,9 @@ SCORERS: Registry[TaskEntry] = Registry(
             "tunewell.scoring.structured:Json",
             "objects",
             0.5,
-            "all fields of an object must agree, which is hard",
+            "all fields of an object must agree",
         ),
-        TaskEntry("tools", "tool calls", "tunewell.scoring.structured:Tools", "calls", 0.6, "a wrong call does harm"),
+        TaskEntry("tools", "tool calls", "tunewell.scoring.structured:Tools", "calls", 0.6, "a wrong call can do harm"),
         TaskEntry(
             "sql",
             "SQL queries",

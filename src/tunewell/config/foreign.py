@@ -34,7 +34,7 @@ _NUM_NAMED = 8
 Setting = tuple[str, Any, tuple[str, ...]]
 """A key of tunewell, its value, and the foreign names that it comes from."""
 Note = tuple[str, dict[str, Any]]
-"""A text, and the settings for which it is true. `{}` in the text stands for those in force."""
+"""A text, and the settings for which it is true. `{}` in the text is replaced with the final values."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Translation:
     used: set[str] = field(default_factory=set[str])
     """All foreign names that were recognised."""
     notes: list[Note] = field(default_factory=list[Note])
-    """What differs from the other trainer."""
+    """Differences from the other trainer."""
 
     def set(self, key: str, value: Any, *names: str) -> None:
         """Set a key of tunewell from foreign names."""

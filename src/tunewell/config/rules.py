@@ -171,9 +171,9 @@ class VerdictRules(Section):
     tokenizer, template, decoding settings and versions are the same. `false`: measure the base model again."""
     task: str = Field(
         default="auto",
-        description="What the rows teach, which decides how answers are scored. `auto`: found from the training rows. "
+        description="Task of the rows, which decides how answers are scored. `auto`: found from the training rows. "
         f"{OneOf(SCORERS).doc()} `file.py:function`: your own function decides; `fn(question, answer, reference)` "
-        "returns True, False or a number from 0 to 1, and 0.5 is right. It runs with your permissions.",
+        "returns True, False or a number from 0 to 1; an answer is right from 0.5. It runs with your permissions.",
     )
     metrics: tuple[str, ...] = ()
     """Your own metric functions, each as `file.py:function`: `fn(question, answer, reference)` returns a number. The
@@ -195,8 +195,8 @@ class VerdictRules(Section):
     """Forgetting: share by which the loss on everyday text may rise above that of the base model. A larger rise is
     WEAK."""
     max_lost: Share = 0.1
-    """Forgetting: share of the 60 everyday questions and instructions that may get worse answers than from the base
-    model, if the difference is more than chance. More is WEAK. The same limit holds for refusals."""
+    """Forgetting: by how much the share of the 60 everyday instructions that are followed may be lower than that of the
+    base model. A larger loss is WEAK if the difference is significant. The same limit holds for refusals."""
 
     @field_validator("task")
     @classmethod
