@@ -1,4 +1,4 @@
-"""Build evaluations from rows and answers, so that the truth about a model is known: no model runs."""
+"""Build evaluations from rows and answers with a known result, without running a model."""
 
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace

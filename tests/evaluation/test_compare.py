@@ -1,4 +1,4 @@
-"""Reports side by side: what became right, what became wrong, and which settings and rows differ."""
+"""Reports side by side: answers that became right or wrong, and settings and rows that differ."""
 
 import math
 

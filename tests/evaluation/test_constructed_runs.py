@@ -1,4 +1,4 @@
-"""Sixty runs whose truth is known, judged by the code of `validate`: no false PASS, no false FAIL, the cause first."""
+"""Sixty constructed runs with a known result: no false PASS, no false FAIL, and the cause is the first reason."""
 
 import json
 import random
@@ -350,7 +350,7 @@ PASSES = [name for name, (_, level, _) in CASES.items() if level == "PASS"]
 
 
 def test_there_are_sixty_runs():
-    """Guards the number that the guides name."""
+    """Guards the number of cases."""
     assert len(CASES) >= 60
 
 

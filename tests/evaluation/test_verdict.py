@@ -242,11 +242,11 @@ def test_what_a_cause_explains_is_left_out():
 
 
 def test_a_rising_loss_is_a_note_with_the_best_step():
-    """Guards the witness that misled: for labels, the loss rises while more answers are right."""
+    """Guards a misleading measure: for labels, the loss rises while more answers are right."""
     rising = replace(HEALTHY, held_out_curve=curve(1.4, 0.8, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3), evaluated_step=30)
     assert codes(rising) == []
     assert loss_notes(rising, RULES) == [
-        "the held-out loss rose from 0.60 at step 30 to 1.30 at step 100; this is step 30, the best"
+        "the held-out loss rose from 0.60 at step 30 to 1.30 at step 100; step 30 was evaluated, the best"
     ]
     assert loss_notes(rising, VerdictRules(max_rise=2.0)) == [] == loss_notes(HEALTHY, RULES)
     [source] = loss_notes(replace(HEALTHY, by_source=[loss(2.0, 0.1), loss(2.0, 2.4)]), RULES)
@@ -254,7 +254,7 @@ def test_a_rising_loss_is_a_note_with_the_best_step():
 
 
 def test_damage_is_in_the_sentence_of_the_verdict():
-    """Guards a WEAK for few right answers that hides a model which forgot everything else."""
+    """Guards a summary that names few right answers and not the damage."""
     facts = with_answers(*[WRONG] * 25, *[GOOD] * 15, forgotten=[forgotten("everyday text", 3.0, 9.0)])
     assert decide_verdict(facts, RULES).summary.startswith("The model forgot everyday language: ")
     unproven = replace(SICK["one of 20 right"][0], forgotten=[forgotten("replies", 1.0, 0.1)])
@@ -297,13 +297,13 @@ def test_the_next_value_is_named_where_the_present_one_is_known():
 
 
 def test_an_unproven_verdict_says_how_many_questions_were_asked_and_would_decide():
-    """Guards a verdict that only says that it does not know."""
+    """Guards an UNPROVEN verdict without a next step."""
     some = [asked(GOOD, base=GOOD)] * 16 + [asked(GOOD)] * 3 + [asked(WRONG, base=GOOD)]
     facts = replace(HEALTHY, questions=some, num_held_out=60, model_path="run")
     [reason] = decide_verdict(facts, RULES).reasons
-    assert "20 questions asked of 60 held-out rows; a difference of this size needs about" in reason.what
+    assert "Asked: 20 questions of 60 held-out rows; a difference of this size needs about" in reason.what
     assert "`tunewell validate run --set verdict.questions=60`" in reason.next
-    assert "The base model alone reaches the threshold: no training was needed" in reason.what
+    assert "The base model alone reaches the minimum: no training was needed" in reason.what
     [file] = decide_verdict(replace(facts, num_held_out=20, test_file="held.jsonl"), RULES).reasons
     assert file.next == "Use a test file with more rows: `tunewell validate run --data FILE`."
     [more] = decide_verdict(replace(facts, num_held_out=20, num_rows=4000), RULES).reasons

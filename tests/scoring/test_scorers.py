@@ -1,4 +1,4 @@
-"""Each scorer on right and wrong answers, and on what a judge of another hand says about them."""
+"""Each scorer on right and wrong answers, and compared with an independent judge."""
 
 import importlib.util
 import json
@@ -161,7 +161,7 @@ def test_thinking_is_removed_before_an_answer_is_scored():
 
 
 def test_tool_calls_are_read_in_each_form():
-    """Guards prose with brackets, which is no call."""
+    """Guards prose with brackets, which is not a call."""
     call = json.loads(CALL)
     assert parse_calls(CALL) == [call] and parse_calls(f"[{CALL}, {CALL}]") == [call, call]
     assert parse_calls(json.dumps({"function": {"name": "a", "arguments": '{"b": 1}'}})) == [
@@ -185,7 +185,7 @@ def test_the_figures_of_a_task_are_those_of_its_definition():
 
 
 def test_a_function_of_the_user_decides(tmp_path):
-    """Guards the way for tasks that have no scorer here, and its failure."""
+    """Guards `verdict.task` with a function of the user, and the error if it fails."""
     (tmp_path / "judge.py").write_text(
         "def longer(question, answer, reference):\n    return len(answer) >= len(reference)\n"
         "def breaks(question, answer, reference):\n    return 1 / 0\n"

@@ -39,7 +39,7 @@ FOUND = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_the_task_of_small_sets_is_found_with_a_reason(name):
-    """Guards rules that know only the data they were made for."""
+    """Guards rules that fit only the data for which they were written."""
     found = find_task(FOUND[name])
     assert found.value == name.partition(",")[0], found
     assert found.because

@@ -1,7 +1,7 @@
-"""What the training damaged: the loss on everyday text, answers to everyday instructions, and replies at all.
+"""Forgetting: the loss on everyday text, answers to everyday instructions, and refusals.
 
 A loss on text does not show that a model answers every question with one word, or refuses it. So both models also
-follow 60 short instructions whose answers rules can check, and are greeted. None of this comes from the rows.
+answer 60 short instructions, whose answers are checked by rules, and eight greetings. All are unrelated to the rows.
 """
 
 import json
@@ -37,17 +37,17 @@ def everyday_texts() -> list[str]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One everyday question or instruction, and what its answer must look like."""
+    """One everyday question or instruction, and the rules for its answer."""
 
     ask: str
     kind: str = "instruction"
     any: tuple[str, ...] = ()
-    """Words of which one must occur."""
+    """Words or phrases, at least one of which must occur."""
     all: tuple[str, ...] = ()
     words: tuple[int, int] = (1, 10_000)
-    """Fewest and most words."""
+    """Minimum and maximum number of words."""
     items: int = 0
-    """Fewest items: lines, or parts between commas."""
+    """Minimum number of items: lines, or parts between commas."""
     pattern: str = ""
     """Regular expression that the folded answer must contain."""
     language: str = ""
@@ -80,7 +80,7 @@ def _is_json(text: str) -> bool:
 
 
 def replies(text: str) -> bool:
-    """Return True if an answer is a reply at all: neither empty nor a refusal."""
+    """Return True if an answer is a reply: neither empty nor a refusal."""
     return bool(split_words(text)) and not is_refusal(text, is_answer=True) and not _REFUSES.search(fold(text))
 
 
@@ -167,8 +167,8 @@ def measure_forgetting(found: EverydayOutcome, rules: VerdictRules) -> list[Forg
         own = [one for one in found.answers if one.kind == "instruction"]
         followed = [bool(one.base_right) for one in own], [one.tuned_right for one in own]
         replied = [bool(one.base_replies) for one in found.answers], [one.tuned_replies for one in found.answers]
-        results.append(_lost("everyday instructions", *followed, rules, "followed"))
-        results.append(_lost("replies", *replied, rules, "answered, not refused"))
+        results.append(_lost("everyday instructions", *followed, rules, "instructions followed"))
+        results.append(_lost("replies", *replied, rules, "questions answered, not refused"))
     return results
 
 
@@ -182,6 +182,6 @@ def _lost(name: str, base: list[bool], tuned: list[bool], rules: VerdictRules, v
         tuned=now,
         limit=rules.max_lost,
         is_damaged=is_damaged,
-        result=f"{sum(tuned)} of {len(tuned)} everyday questions {verb}, {sum(base)} before "
-        f"(limit: {percent(rules.max_lost, 0)} fewer)",
+        result=f"{sum(tuned)} of {len(tuned)} everyday {verb}, {sum(base)} before "
+        f"(limit: {100 * rules.max_lost:.3g} points fewer)",
     )

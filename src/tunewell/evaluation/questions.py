@@ -1,4 +1,4 @@
-"""The held-out questions of an evaluation: their task, scorer and clusters, and what the training rows say."""
+"""The held-out questions of an evaluation: task, scorer, clusters, and near copies in the training rows."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from tunewell.scoring.tasks import find_task, is_chat_export, make_scorer
 from tunewell.training.evaluate import Question, prompt_and_reply
 
 _MAX_TRAINING = 20_000
-"""Training rows that are read for the task and the labels, evenly spread."""
+"""Maximum number of training rows that are read for the task and the labels, evenly spread."""
 _MIN_JUDGED = 0.5
 """Share of the questions that a scorer must be able to judge; otherwise the rows are scored as text."""
 
@@ -59,7 +59,7 @@ class Questions:
 
     @property
     def keys(self) -> list[AnswerKey]:
-        """The answer key of each question; without parts if the task has no keys."""
+        """The answer key of each question; an empty key if the task has no keys."""
         if isinstance(self.scorer, Facts):
             return self.scorer.keys
         because = f"scored as {self.task.value}"
@@ -139,7 +139,7 @@ def judge_by_task(
     if rules.task != "auto":
         task = Chosen(value=rules.task, because="set by `verdict.task`")
     elif (given := sum(bool(row.answers) for row in rows)) and given >= len(rows) / 2:
-        task = Chosen(value="facts", because=f"{count(given, 'row')} name what a right answer contains")
+        task = Chosen(value="facts", because=f"{count(given, 'row')} with accepted answers")
     elif training or num_documents:
         share = len(training) / (len(training) + num_documents)
         num_rows = round((num_training or len(training)) * share)
@@ -220,7 +220,7 @@ def _joined(first: list[int], second: list[int]) -> list[int]:
 
 
 def _mark_near_and_ambiguous(found: Questions, training: Sequence[ReferenceRow]) -> None:
-    """Mark the questions that training rows ask nearly alike, and those that have several references."""
+    """Mark the questions that also occur in training rows, and those with several references."""
     references: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     asked_in_training = set[tuple[str, ...]]()
     for row in training:

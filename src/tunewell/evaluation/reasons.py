@@ -172,7 +172,7 @@ def _is_too_many(number: int, asked: int, rules: VerdictRules) -> bool:
 
 
 def right_answers(measured: Measurements) -> Iterator[Reason]:
-    """Yield the reasons of a task with right answers: none right, no better than the base model, or too few right."""
+    """Yield the reasons of a task with right answers: none right, no shown gain, or too few right."""
     judged, right = measured.judged, measured.num_right()
     asked, noun = len(judged), measured.noun
     if not asked:
@@ -196,8 +196,10 @@ def right_answers(measured: Measurements) -> Iterator[Reason]:
         base = measured.num_right(of_base=True)
         numbers = f"{count(right)} of {count(asked)} {noun} right, {count(base)} with the base model"
         limit = measured.min_right or 0.0
-        known = " The base model alone reaches the threshold: no training was needed." if base >= limit * asked else ""
-        yield from _compared(measured, difference, numbers, f"no better than the base model: {{}}.{known}", example)
+        known = " The base model alone reaches the minimum: no training was needed." if base >= limit * asked else ""
+        yield from _compared(
+            measured, difference, numbers, f"not shown to be better than the base model: {{}}.{known}", example
+        )
     if constant is not None:
         lead = f'always answering "{shorten_line(constant.text, 40)}"'
         numbers = f"{count(right)} of {count(asked)} {noun} right, {count(constant.right)} by {lead}"
@@ -207,7 +209,7 @@ def right_answers(measured: Measurements) -> Iterator[Reason]:
             measured,
             is_shown=found.low > 0 and found.p <= 0.05,
             is_worse=lies_below,
-            what=f"no better than {lead}: {numbers}",
+            what=f"not shown to be better than {lead}: {numbers}",
             code="majority_only",
             more=found.more_questions,
             example=example,
@@ -259,7 +261,7 @@ def _level_of(
         yield Reason(
             code=code,
             level="FAIL",
-            what=what.replace("No better than", "Worse than", 1),
+            what=what.replace("Not shown to be better than", "Worse than", 1),
             example=example,
             next=f"Set {suggest_rate(measured, 1 / 3)}, and compare the answers side by side in the report.",
         )
@@ -276,10 +278,10 @@ def _unproven(
     needs_base: bool = False,
     code: str = "not_enough_evidence",
 ) -> Reason:
-    """Return the reason of an UNPROVEN verdict, with the numbers of questions that were asked and that would decide."""
+    """Return the reason of an UNPROVEN verdict: how many questions were asked, and how many more would decide."""
     asked, held_out = len(measured.questions), measured.num_held_out
     needed = f"; a difference of this size needs about {count(more)} more" if more else ""
-    numbers = f" {count(asked, 'question')} asked of {count(held_out, 'held-out row')}{needed}." if asked else ""
+    numbers = f" Asked: {count(asked, 'question')} of {count(held_out, 'held-out row')}{needed}." if asked else ""
     if needs_base:
         step = (
             f"Name the base model with `--base`: `tunewell validate {shlex.quote(measured.model_path)} --base MODEL`."
@@ -347,7 +349,7 @@ def held_out_loss(measured: Measurements, rules: VerdictRules) -> Iterator[Reaso
 _DAMAGE = {
     "everyday text": ("forgets", "Worse on everyday text that the model knew before"),
     "everyday instructions": ("forgets_instructions", "Follows fewer everyday instructions than before"),
-    "replies": ("refuses", "Refuses or ignores everyday questions that the base model answers"),
+    "replies": ("refuses", "Refuses everyday questions that the base model answers, or leaves them empty"),
 }
 
 
@@ -366,7 +368,7 @@ def damage(measured: Measurements) -> Iterator[Reason]:
 
 
 def loss_notes(measured: Measurements, rules: VerdictRules) -> list[str]:
-    """Return what the losses show beside the verdict: a rise after the best step, and sources that became worse."""
+    """Return notes on the losses: a rise after the best step, and sources with a higher loss than before."""
     notes = []
     evaluations = [(loss, step) for step, loss in measured.held_out_curve if math.isfinite(loss)]
     if len(evaluations) >= 2:
@@ -375,7 +377,7 @@ def loss_notes(measured: Measurements, rules: VerdictRules) -> list[str]:
             used = measured.evaluated_step if measured.evaluated_step is not None else last
             notes.append(
                 f"the held-out loss rose from {short_loss(lowest)} at step {best:,} to {short_loss(final)} at step "
-                f"{last:,}; this is step {used:,}" + (", the best" if used == best else "")
+                f"{last:,}; step {used:,} was evaluated" + (", the best" if used == best else "")
             )
     worse = [pair for pair in measured.by_source if pair.base is not None and pair.tuned > pair.base]
     if worse:

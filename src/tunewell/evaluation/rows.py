@@ -87,13 +87,13 @@ def rows_of_file(corpus: Corpus, name: str, *, model: ModelRef) -> EvaluationSet
     if num_known:
         notes.append(
             f"{count(num_known)} of {count(len(corpus), 'row')} are training rows of this model and were left out: "
-            "they show what it remembers, not what it learned"
+            "they measure memorisation"
         )
         split = corpus.select(np.flatnonzero(~known))
     if num_known == len(corpus) and num_known:
         raise UserError(
             f"all {count(num_known, 'row')} of `{name}` are training rows of this model",
-            fix="test on rows that it has not seen, or run `tunewell validate` without `--data`",
+            fix="test on rows that were not used for training, or run `tunewell validate` without `--data`",
         )
     return EvaluationSet(split, name, notes, name, corpus, training, num_known)
 

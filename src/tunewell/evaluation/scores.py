@@ -83,7 +83,7 @@ def logits_change(base: Any, tuned: Any) -> LogitChange | None:
 
 
 def losses_difference(base: DocumentLosses | None, tuned: DocumentLosses | None) -> PairedDifference | None:
-    """Return how much lower the held-out loss of the tuned model is, with its interval over the documents."""
+    """Return the held-out loss of the base model minus that of the tuned model, with an interval over documents."""
     if base is None or tuned is None or not len(tuned.documents) or not np.isfinite([*base.sums, *tuned.sums]).all():
         return None
     return compare_sums(base.sums - tuned.sums, tuned.tokens, names=("the tuned model", "the base model"))
@@ -140,13 +140,13 @@ def scored_answer(questions: Questions, index: int, answer: Generated, model: Ch
         said=score.said,
         because=score.because,
         fields=dict(score.fields),
-        # An answer equal to its reference is right, and so has no fault.
+        # A right answer that equals its reference has no fault.
         faults=[] if matched.exact and score.right else find_faults(sample),
     )
 
 
 def constant_answer(questions: Questions, answered: Sequence[AnsweredQuestion]) -> ConstantAnswer | None:
-    """Return the score of always giving the most frequent reply of the training rows, if it is ever right."""
+    """Return the score of always giving the most frequent reply of the training rows, or None if it is never right."""
     if not questions.constant:
         return None
     scores = [questions.score(index, questions.constant).right for index in range(len(questions.rows))]

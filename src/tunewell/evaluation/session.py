@@ -281,7 +281,7 @@ class EvaluationSession:
                 )
             num_given_away = sum(contains_key(key.question, key) for key in questions.scorer.keys if not key.is_polar)
             if num_given_away:
-                self.notes.append(f"{count(num_given_away, 'question')} contain their answer, so they test little")
+                self.notes.append(f"{count(num_given_away, 'question')} contain their answer, so they show little")
 
     def _more_prompts(self, model: ChatModel) -> tuple[list[list[int]], list[list[int]]]:
         """Return the prompts with which a base model is asked again, and those of the everyday instructions."""
@@ -299,7 +299,7 @@ class EvaluationSession:
                     for text in texts
                 ]
             except UserError as error:
-                self.notes.append(f"fewer questions were asked, because a prompt cannot be written: {error.what}")
+                self.notes.append(f"fewer questions were asked, because a prompt cannot be rendered: {error.what}")
                 prompts = []
             found.append(prompts if max(map(len, prompts), default=0) <= limit else [])
         return found[0], found[1]
@@ -324,7 +324,7 @@ class EvaluationSession:
                 part = f"{stage}: {count(len(prompts), 'question')}"
                 outputs.answers = self._generate(model, runtime, prompts, self.answer_tokens.value, part)
                 if name == "base" and self.hinted:
-                    part = f"{stage}: the same with {self._hinted_by} in the prompt"
+                    part = f"{stage}: the same questions with {self._hinted_by} in the prompt"
                     outputs.hinted = self._generate(model, runtime, self.hinted, self.answer_tokens.value, part)
                 if self.ordinary:
                     part = f"{stage}: {count(len(self.ordinary), 'everyday instruction')}"

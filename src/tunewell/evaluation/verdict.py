@@ -1,8 +1,8 @@
 """Decide the verdict from the reasons in `reasons.py`.
 
-FAIL      worse than the base model or a constant answer, nothing right of 20, half of the answers faulty, or broken
+FAIL      worse than the base model or a constant answer, none of 20 right, half of the answers faulty, broken weights
 UNPROVEN  otherwise, if no difference to the base model or to a constant answer is shown
-WEAK      better than the base model, but below the threshold of the task, too many faults, or too much forgotten
+WEAK      better than the base model, but below the threshold of the task, too many faults, or too much forgetting
 PASS      everything else
 """
 
@@ -27,9 +27,9 @@ REASON_CODES: dict[str, str] = {
     "never_stops": "answers do not stop",
     "echoes": "answers repeat the questions",
     "other_language": "answers are in the wrong language",
-    "none_right": "nothing is right",
-    "no_better_than_base": "no better than the base model",
-    "majority_only": "no better than one constant answer",
+    "none_right": "no answer is right",
+    "no_better_than_base": "not shown to be better than the base model",
+    "majority_only": "not shown to be better than one constant answer",
     "not_learned": "worse than the base model on held-out rows",
     "not_enough_evidence": "cannot tell",
     "refuses": "the model refuses everyday questions",
@@ -97,7 +97,7 @@ def changed_rules(rules: VerdictRules) -> list[str]:
 
 def _without_explained(found: list[Reason]) -> list[Reason]:
     order = list(REASON_CODES)
-    # A WEAK from too few rows is as little proven as a PASS; a FAIL has another cause than chance.
+    # UNPROVEN precedes WEAK: with too little evidence, a WEAK is not shown either.
     ranked = sorted(found, key=lambda reason: (_RANKS.index(reason.level), order.index(reason.code)))
     if ranked and ranked[0].code in _EXPLAIN_ALL:
         return ranked[:1]
@@ -112,7 +112,7 @@ def _summary(measured: Measurements, ranked: list[Reason]) -> str:
     parts = [_answers(measured), *(_loss(name, pair) for name, pair in losses)]
     numbers = ", ".join(part for part in parts if part) or "nothing was measured"
     names = [REASON_CODES[reason.code] for reason in ranked[:1]]
-    # Damage is named in the sentence, whatever else there is.
+    # The summary names damage beside any other reason.
     names += [
         REASON_CODES[one.code] for one in ranked[1:] if one.code in ("refuses", "forgets_instructions", "forgets")
     ][:1]

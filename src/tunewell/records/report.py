@@ -12,7 +12,7 @@ from tunewell.records.plan import Chosen
 REPORT = "report.json"
 
 Level = Literal["PASS", "UNPROVEN", "WEAK", "FAIL"]
-"""UNPROVEN: the held-out rows are too few to tell."""
+"""UNPROVEN: no difference to the base model, or to a constant answer, is shown."""
 Fault = Literal["empty", "ends_at_once", "loops", "echo", "no_stop", "other_language", "control_tokens"]
 
 
@@ -20,7 +20,7 @@ class Reason(Record):
     """One problem of a model, with its numbers, an example and the next step."""
 
     code: str
-    """A term of the glossary: `answers_nothing`, `over_fitted`, ..."""
+    """A term of the glossary: `answers_nothing`, `few_right`, ..."""
     level: Literal["UNPROVEN", "WEAK", "FAIL"]
     what: str
     """One sentence that describes the problem, with its numbers."""
@@ -71,7 +71,7 @@ class Answer(Record):
     is_refusal: bool = False
     """Whether the answer says that it is not known."""
     said: str = ""
-    """The label or option that the answer gives, if the task has some."""
+    """The label or option in the answer, if the task has labels or options."""
     because: str = ""
     """The reason for `right`."""
     fields: dict[str, str] = {}
@@ -88,11 +88,11 @@ class AnsweredQuestion(Record):
     question: str
     reference: str
     key: str = ""
-    """What a right answer says; empty if answers cannot be judged."""
+    """The expected answer, label or key; empty if answers cannot be judged."""
     key_origin: str = ""
     """For facts: `answers` or `value` (columns of the row), `derived` (from the references) or `whole reference`."""
     is_near: bool = False
-    """Whether a training row asks nearly the same."""
+    """Whether a training row has nearly the same question."""
     is_ambiguous: bool = False
     """Whether another row has the same question with another reference."""
     cluster: int | None = None
@@ -169,7 +169,7 @@ class Confusion(Record):
 
 
 class OrdinaryAnswer(Record):
-    """One of the everyday questions and instructions, which have nothing to do with the rows."""
+    """The answers to one everyday question or instruction, unrelated to the rows."""
 
     question: str
     kind: Literal["instruction", "greeting"]
@@ -178,12 +178,12 @@ class OrdinaryAnswer(Record):
     base_right: bool | None = None
     tuned_right: bool = False
     base_replies: bool | None = None
-    """Whether the base model replies at all: no refusal, no empty text, no fault."""
+    """Whether the base model replies: its answer is neither empty nor a refusal."""
     tuned_replies: bool = False
 
 
 class Forgotten(Record):
-    """One measure of what the training damaged: the base model's figure, the tuned model's, and the limit."""
+    """One measure of forgetting: the values of the base model and of the tuned model, and the limit."""
 
     name: str
     """`everyday text`, `everyday instructions` or `replies`."""
@@ -203,7 +203,7 @@ class JudgeRecord(Record):
     origins: dict[str, int] = {}
     """For facts: number of questions by the origin of their key."""
     clusters: int
-    """Number of facts that the questions are about, or of different questions."""
+    """Number of clusters: facts, or questions that differ in more than their numbers."""
     examples: list[KeyExample] = []
     difference: DifferenceRecord | None = None
     """Tuned model compared with the base model; None if there is no base model."""
@@ -297,25 +297,25 @@ class Report(Record):
     """Further figures of the task, such as the macro-F1 of labels, by name."""
     constant: ConstantAnswer | None = None
     asked_tally: AnswerCounts | None = None
-    """The base model, asked as the rows ask, if it was also asked with a list of the labels, fields or tools."""
+    """The base model with the prompts of the rows, if it was also prompted with a list of labels, fields or tools."""
     hinted_tally: AnswerCounts | None = None
-    """The base model, asked with that list. The better of the two is `base_tally`."""
+    """The base model, prompted with that list. The better of the two is `base_tally`."""
     is_base_hinted: bool = False
     confusions: list[Confusion] = []
     """The labels that the tuned model confuses, most frequent first."""
     fields: dict[str, dict[str, int]] = {}
     """For JSON and tool calls: how often each field was right, wrong, missing or extra."""
     loss_difference: DifferenceRecord | None = None
-    """Held-out loss of the tuned model minus that of the base model, with its interval over the rows."""
+    """Held-out loss of the base model minus that of the tuned model, with its interval over the rows."""
     ordinary: list[OrdinaryAnswer] = []
     """Answers to everyday questions and instructions; those that changed most come first."""
     forgotten: list[Forgotten] = []
     trained_on: int = 0
     """Number of rows of a test file that are training rows. They are left out."""
     without_near: AnswerCounts | None = None
-    """The tuned model's answers without the questions that a training row asks nearly alike."""
+    """Counts of the tuned model without the questions that are nearly the same as a training row's."""
     changed_rules: list[str] = []
-    """Rules of the verdict that the config changes, such as `min_right 0 (usually 0.5)`."""
+    """Rules of the verdict that the config changes, such as `min_right 0 (usually auto)`."""
     metrics: dict[str, MetricResult] = {}
     """Results of user-defined metric functions, by name."""
     change: LogitChange | None = None
@@ -361,12 +361,12 @@ def read_report(folder: Path) -> Report:
 
 PAGE, MARKDOWN = "report.html", "report.md"
 HEADLINES = {
-    "PASS": "Better than its base model, and nothing else got worse.",
-    "WEAK": "Better than its base model, but read the reasons.",
+    "PASS": "Better than its base model, and within all limits.",
+    "WEAK": "Better than its base model, but not within all limits.",
     "FAIL": "Not usable.",
-    "UNPROVEN": "Not shown to be better: more questions are needed.",
+    "UNPROVEN": "Not shown to be better. The reasons name what is missing.",
 }
-"""What each verdict means, in the same words on every screen and page."""
+"""What each verdict means, for the page of the report."""
 EXIT_CODES = {"PASS": 0, "UNPROVEN": 3, "WEAK": 3, "FAIL": 4}
 EXIT_NOT_VALIDATED = 3
 """The same as for WEAK, because nothing shows that the model is good."""

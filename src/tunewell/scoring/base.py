@@ -15,7 +15,7 @@ _THINKING = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _THOUGHT_BEFORE = re.compile(r"\A(?:(?!<think>).)*</think>", re.DOTALL | re.IGNORECASE)
-"""Some templates open the thinking in the prompt, so that an answer has only its end."""
+"""Some templates open the thinking in the prompt, so that an answer contains only the closing tag."""
 _FENCE = re.compile(r"\A\s*```[\w+-]*[ \t]*\n?(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 
 
@@ -41,7 +41,7 @@ class Score:
     """None if the question cannot be judged."""
     because: str = ""
     said: str = ""
-    """The label or option that the answer gives, for tables of confusions."""
+    """The label or option in the answer, for tables of confusions."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Name of a field -> `right`, `wrong`, `missing` or `extra`, for structured answers."""
     is_refusal: bool = False
@@ -57,9 +57,9 @@ class Scorer(Protocol):
     """Scores the answers to some questions. It is made from them and from training rows: `Labels(asked, training)`."""
 
     expected: list[str]
-    """What a right answer to each question says, for people; an empty text if answers to it cannot be judged."""
+    """The expected answer to each question, for display; an empty text if answers to it cannot be judged."""
     hint: str
-    """An instruction that lists the labels, fields or tools, with which a base model is asked again; may be empty."""
+    """An instruction that lists the labels, fields or tools, for a second prompt of the base model; may be empty."""
 
     def score(self, index: int, answer: str) -> Score:
         """Score an answer to the question with this index."""

@@ -9,7 +9,7 @@ from tunewell.scoring.base import ReferenceRow, Score, macro_f1
 
 MAX_OPTIONS = 12
 _MIN_SHARE = 0.02
-"""Share of the replies that an option starts at least; rarer starts are chance."""
+"""Minimum share of the replies that begin with an option; rarer starts are chance."""
 _START = re.compile(r"\W*?(?P<option>[^\W_]+(?:[ '-][^\W_]+){0,3})\s*(?=$|[.,;:!?)\]\n-])")
 _NAMED = re.compile(
     r"\b(?:answer|choice|option|verdict|antwort|réponse|respuesta)\b(?:\s+(?:is|ist|est|es|would be|should be))?"
@@ -42,11 +42,11 @@ class Choice:
         """Compare the option of the answer with that of the reference."""
         expected, said = self.expected[index], self.said(answer)
         if not expected:
-            return Score(None, "the reference gives none of the options")
-        return Score(said == expected, f"says {said}" if said else "gives none of the options", said=said)
+            return Score(None, "the reference contains none of the options")
+        return Score(said == expected, f"says {said}" if said else "contains none of the options", said=said)
 
     def said(self, text: str) -> str:
-        """Return the option that a text gives: at its start or, if only one is named so, as `the answer is B`."""
+        """Return the option at the start of a text, or else the only one that is stated, as in `the answer is B`."""
         folded = fold(text).strip()
         if found := self._at_start(folded):
             return found
@@ -55,7 +55,7 @@ class Choice:
 
     def _at_start(self, text: str) -> str:
         bare = re.sub(r"^[\W_]+", "", text)
-        # `yes or no` and `a cat` give no option.
+        # `yes or no` and `a cat` are not an option.
         fitting = [
             option
             for option in self.options

@@ -47,5 +47,5 @@ class Sql(Command):
         return " ".join(fold(without_fence(text)).split()).rstrip("; ")
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
-        """Return nothing more."""
+        """Return no further figures."""
         return {}

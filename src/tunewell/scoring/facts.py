@@ -21,5 +21,5 @@ class Facts:
         return Score(found.is_right, found.because, is_refusal=found.is_refusal)
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
-        """Return nothing more."""
+        """Return no further figures."""
         return {}

@@ -1,7 +1,7 @@
 """Texts, conversations and documents: they can be worded in many ways, so no answer is right or wrong.
 
-Word overlap, length, faults and the loss describe them. A function of the user decides what is right with
-`verdict.task: file.py:function`.
+They are measured by word overlap, length, faults and the loss. With `verdict.task: file.py:function`, a function of the
+user decides which answers are right.
 """
 
 import math
@@ -21,13 +21,13 @@ class FreeText:
         self.hint = ""
 
     def score(self, index: int, answer: str) -> Score:
-        """Return the number of words only."""
+        """Return a score without a result; `said` is the number of words."""
         return Score(None, "free text", said=str(len(answer.split())))
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
-        """Return the median length of the answers, in lengths of their references."""
+        """Return the median ratio of the length of an answer to that of its reference, in words."""
         shares = [int(score.said) / words for score, words in zip(scores, self._words, strict=True) if words]
-        return {"length, of the reference": median(shares)} if shares else {}
+        return {"length / reference": median(shares)} if shares else {}
 
 
 class UserFunction:

@@ -8,7 +8,7 @@ from tunewell.core.text import fold
 from tunewell.scoring.base import ReferenceRow, Score, macro_f1
 
 _MAX_LISTED = 400
-"""Labels that are listed in a prompt at most."""
+"""Maximum number of labels that are listed in a prompt."""
 _AROUND = " \t\n.,;:!?\"'`*“”«»()"
 _SEPARATORS = re.compile(r"[\s_-]+")
 
@@ -36,7 +36,7 @@ class Labels:
         return Score(said in accepted, because, said=label)
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
-        """Return the macro-F1: the mean over the labels, however rare they are."""
+        """Return the macro-F1: the mean over the labels, each with the same weight."""
         pairs = [(text, score.said) for text, score in zip(self.expected, scores, strict=True) if text]
         return {"macro-F1": macro_f1(pairs)}
 

@@ -1,6 +1,6 @@
 """Numbers: an answer is right if its result is the number of the reference, in any unit of the same kind.
 
-The result is what follows `####`, stands in a box, or follows `answer`; otherwise the last number.
+The result is the number after `####` or in a box, otherwise the first after `answer is`, otherwise the last number.
 """
 
 import re
@@ -11,7 +11,7 @@ from tunewell.scoring.answer_values import Value, find_values
 from tunewell.scoring.base import ReferenceRow, Score
 
 FINAL = re.compile(r"####\s*([^\n]+)|\\boxed\{([^{}]+)\}")
-"""The marked result of a solution."""
+"""Patterns of the marked result of a solution."""
 _ANSWER_IS = re.compile(r"\banswer\s*(?:is|:|=)\s*([^\n]+)")
 _DECIMALS = re.compile(r"\d*[.](\d{2,})\b")
 
@@ -36,7 +36,7 @@ class Number:
         return Score(is_same(found, expected, shown), f"the result is {text}", said=text)
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
-        """Return the share of answers that have a number at all."""
+        """Return the share of answers that contain a number."""
         judged = [score for score in scores if score.right is not None]
         return {"answers with a number": sum(bool(score.said) for score in judged) / len(judged)} if judged else {}
 

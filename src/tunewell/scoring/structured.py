@@ -97,7 +97,7 @@ class Json:
         return f"Answer with a JSON object only. These are its possible fields: {', '.join(names)}." if names else ""
 
     def _fields(self, text: str) -> dict[str, str] | None:
-        """Return the fields of a text; None if it has not the form of the task."""
+        """Return the fields of a text; None if it does not have the form of the task."""
         tree = parse_json(text)
         return None if tree is None else flat_fields(tree)
 
@@ -109,7 +109,7 @@ class Json:
         """Compare the fields of the answer with those of the reference."""
         expected, found = self._references[index], self._fields(answer)
         if expected is None:
-            return Score(None, "the reference has not the form of the task")
+            return Score(None, "the reference is not in the form of the task")
         marks = {
             path: "missing" if found is None or path not in found else "right" if found[path] == text else "wrong"
             for path, text in expected.items()
@@ -148,7 +148,7 @@ class Tools(Json):
     def _fields(self, text: str) -> dict[str, str] | None:
         calls = parse_calls(text)
         if not calls:
-            # A row without a call: any text is right that calls no tool.
+            # A row without a call: any text without a call is right.
             return {"no call": ""} if text.strip() and parse_json(text) is None else None
         found: dict[str, str] = {}
         numbers = Counter[str]()

@@ -1,4 +1,4 @@
-"""Find the task of some rows, with the reason: what their replies have in common decides how answers are scored.
+"""Find the task of some rows from the form of their replies, with the reason. The task decides how answers are scored.
 
 task        replies of the training rows                              found by
 labels      card arrival                                              few different replies, each of them often
@@ -45,7 +45,7 @@ _NEARLY_ALL, _MOST, _SOME = 0.9, 0.6, 0.3
 """Share of the replies that must have a form. A tenth may be ordinary instructions that were mixed in."""
 _MAX_LABEL_WORDS, _WORDS_OF_LABEL = 8, 4.0
 _MIN_PER_LABEL, _SURELY_LABELS = 3.0, 10.0
-"""Rows per different reply: below the first, replies are no labels; from the second, they are, whatever they say."""
+"""Rows per different reply: below the first, replies are not labels; from the second on, they are."""
 _SAMPLE = 400
 _CHAT_FORMATS = frozenset({"whatsapp", "telegram", "signal", "discord", "slack"})
 _SQL = re.compile(
@@ -67,7 +67,7 @@ _FIRST_PERSON = re.compile(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The training rows in which a task is searched, and their number before sampling."""
+    """The training rows, or a sample of them, and their number before sampling."""
 
     rows: Sequence[ReferenceRow]
     num_rows: int
@@ -95,7 +95,7 @@ def find_task(
         return Chosen(value="documents", because=f"{count(num_documents, 'row')} without a question")
     rows = [row for row in rows if row.reference.strip()]
     if not rows:
-        return Chosen(value="text", because="there are no replies to look at")
+        return Chosen(value="text", because="there are no replies")
     found = _Rows(rows, num_rows or len(rows))
     for name, find in _FINDERS:
         if because := find(found):
@@ -103,7 +103,7 @@ def find_task(
     partly = max((parse_json, "parse as JSON"), (parse_calls, "are tool calls"), key=lambda one: found.share(one[0]))
     share = found.share(partly[0])
     note = (
-        f"; {percent(share, 0)} of the replies {partly[1]}, {percent(_NEARLY_ALL, 0)} are needed to score that"
+        f"; {percent(share, 0)} of the replies {partly[1]}, at least {percent(_NEARLY_ALL, 0)} are needed"
         if share > 0.3
         else ""
     )
@@ -178,7 +178,7 @@ def _labels(found: _Rows) -> str | None:
         return None  # yes and no, or letters, are a choice
     if (per_label < _MIN_PER_LABEL and not is_sample) or (per_label < _SURELY_LABELS and _name_facts(found, folded)):
         return None
-    return f"{count(len(counts), 'answer')} in {count(found.num_rows, 'row')}"
+    return f"{count(len(counts), 'label')} in {count(found.num_rows, 'row')}"
 
 
 _POLAR = frozenset(["yes", "no", "maybe", "ja", "nein", "oui", "non", "sí", "si", "true", "false"])
@@ -271,7 +271,7 @@ def _personal(found: _Rows) -> str | None:
     share = found.share(lambda text: _FIRST_PERSON.search(fold(text)) and not is_refusal(text))
     words = median(len(reply.split()) for reply in found.replies)
     return (
-        f"{percent(share, 0)} of the replies say I or we, in {int(words)} words (median)"
+        f"{percent(share, 0)} of the replies are in the first person, with {int(words)} words (median)"
         if share >= 0.4 and words <= 30
         else None
     )

@@ -26,7 +26,7 @@ FAULT_WORDS = {
 _SMALL_RATIO = 1.5
 ELLIPSIS = "\u2026"
 NUM_ORDINARY = 6
-"""Answers to everyday instructions that are shown: those that changed most."""
+"""Number of answers to everyday instructions that are shown: those that changed most."""
 
 
 def answer_mark(answer: Answer) -> str:
@@ -182,7 +182,7 @@ def _everyday(name: str, report: Report) -> MetricRow:
 
 
 def has_right(report: Report) -> bool:
-    """Return whether answers can be right or wrong in the task of the rows."""
+    """Return True if answers can be right or wrong in the task of the rows."""
     return report.tuned_tally is not None and report.tuned_tally.judged > 0
 
 
@@ -202,17 +202,15 @@ def _right(report: Report) -> MetricRow:
 
 
 def compared_rows(report: Report) -> list[MetricRow]:
-    """Return what the right answers are compared with: the base with a hint, a constant answer, fewer questions."""
+    """Return the rows below the right answers: the base with the other prompt, a constant answer, subsets, measures."""
     tuned, rows = report.tuned_tally, list[MetricRow]()
     if tuned is None:
         return rows
     now = _of(tuned.right, tuned.judged)
     if report.asked_tally is not None and report.hinted_tally is not None:
         other = report.asked_tally if report.is_base_hinted else report.hinted_tally
-        name = "  base asked as in the rows" if report.is_base_hinted else "  base asked with a list"
-        hint = "the better of the two counts: " + (
-            "with a list of what to say" if report.is_base_hinted else "as asked"
-        )
+        name = "  base, without a list" if report.is_base_hinted else "  base, with a list"
+        hint = "the better prompt counts: " + ("with a list" if report.is_base_hinted else "without a list")
         rows.append(MetricRow(name=name, hint=hint, base=_of(other.right, other.judged), tuned=""))
     if report.constant is not None:
         text = shorten(single_line(report.constant.text), 32, mark=ELLIPSIS)
@@ -230,7 +228,7 @@ def compared_rows(report: Report) -> list[MetricRow]:
         rows.append(
             MetricRow(
                 name="  without near duplicates",
-                hint="questions that no training row asks alike",
+                hint="questions without a similar training row",
                 base="",
                 tuned=_of(apart.right, apart.judged),
             )
@@ -253,12 +251,12 @@ def compared_rows(report: Report) -> list[MetricRow]:
 
 
 def forgotten_rows(report: Report) -> list[MetricRow]:
-    """Return the measures of what the model forgot, other than the loss on everyday text."""
+    """Return the measures of forgetting other than the loss on everyday text."""
     rows = []
     for found in report.forgotten:
         if found.name != "everyday text":
             numbers = [f"{value:.0%}" for value in (found.base, found.tuned)]
-            hint = f"limit: {percent(found.limit, 0)} fewer" + (", exceeded" if found.is_damaged else "")
+            hint = f"limit: {100 * found.limit:.3g} points fewer" + (", exceeded" if found.is_damaged else "")
             name = {"replies": "Everyday questions answered"}.get(
                 found.name, f"{single_line(found.name).capitalize()} followed"
             )
