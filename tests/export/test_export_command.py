@@ -237,7 +237,7 @@ def test_without_llama_cpp_a_gguf_cannot_be_tried(
 
 
 class FakeProcess:
-    """A process that has written something to its stdout, and ends with this code when it is waited for."""
+    """A process that has written to its stdout, and ends with this code when it is waited for."""
 
     def __init__(self, exit_code: int, message: Any = None) -> None:
         self.stdin, self.stdout, self._exit_code = (

@@ -1,4 +1,4 @@
-"""The one reader of a run folder: what it does not know is unknown, not an error."""
+"""Reading a run folder: missing values are unknown, not errors."""
 
 from pathlib import Path
 

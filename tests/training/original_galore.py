@@ -1,4 +1,4 @@
-"""GaLore as its authors wrote it, to compare ours with it."""
+"""GaLore as published by its authors, as a reference."""
 
 import torch
 from torch import Tensor

@@ -119,7 +119,7 @@ def _version() -> str:
 
 
 def _overview(*, is_json: bool) -> str:
-    """Return where the project in this folder stands; in a folder without one, the commands and how to start."""
+    """Return the state of the project in this folder; without a project, the commands and the first step."""
     from tunewell.runs.overview import read_overview
 
     found = read_overview()

@@ -78,12 +78,12 @@ def json_text(value: Any, *, has_answer: bool = False) -> AsIs:
 
 
 def escape_controls(text: str) -> str:
-    """Escape what a terminal would obey, such as `\\x1b`, and marks that make a line appear as different text."""
+    """Escape control characters such as `\\x1b`, and marks that make a line appear as different text."""
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def emit_error(error: UserError) -> None:
-    """Write a user error to stderr, folded to the width of a terminal. What a terminal would obey is escaped."""
+    """Write a user error to stderr, folded to the width of a terminal. Control characters are escaped."""
     text = "error: " + escape_controls(str(error))
     if sys.stderr.isatty():
         text = "\n".join(_folded(line) for line in text.splitlines())

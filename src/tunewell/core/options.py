@@ -30,7 +30,7 @@ class Argument(Option):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOptions:
-    """What all that loads the weights of a model must be told. Options of commands inherit it, and are passed on."""
+    """Options of all functions that load the weights of a model. The options of commands inherit them."""
 
     allow_pickle: bool = False
     """Whether to load `.pt` and `.bin` files, which can run code."""

@@ -12,7 +12,7 @@ from tunewell.library.functions import ModelPath, text_of
 from tunewell.runs.resolve import resolve_model
 
 Messages = Sequence[Mapping[str, str]]
-"""A conversation: `[{"role": "user", "content": "Hello"}]`, first perhaps a message of `system`."""
+"""A conversation: `[{"role": "user", "content": "Hello"}]`, optionally after a message with the role `system`."""
 
 
 class Model:
@@ -39,8 +39,8 @@ class Model:
         roles = [turn.get("role") for turn in turns if isinstance(turn.get("content"), str)]
         if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
             raise UserError(
-                "the messages are not of `user` and `assistant` in turn, the last of `user`",
-                fix='like `[{"role": "user", "content": "Hello"}]`, after a message of `system` if there is one',
+                "the roles of the messages must alternate between `user` and `assistant`, and end with `user`",
+                fix='pass messages like `[{"role": "user", "content": "Hello"}]`, optionally after a `system` message',
             )
         self.reset(system=system)
         self._chat.messages += turns[:-1]

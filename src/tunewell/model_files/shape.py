@@ -186,7 +186,7 @@ def _config_of_gguf(path: Path) -> dict[str, Any]:
     metadata, table = read_header(path)
     own = {key.partition(".")[2]: value for key, value in metadata.items()}
     kind = metadata.get("general.architecture")
-    # The rope frequency table is no parameter.
+    # The RoPE frequency table is not a parameter.
     sizes = [math.prod(entry.shape) for entry in table if "rope_freqs" not in entry.name]
     return {
         "model_type": kind,

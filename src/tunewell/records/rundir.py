@@ -87,7 +87,7 @@ class RunDir:
             make_private(path)
             lock = FolderLock.take(path / LOCK, doing=f"training in `{path}`")
             try:
-                for entry in path.iterdir():  # what a killed process left
+                for entry in path.iterdir():  # temporary files of a killed process
                     if _LEFTOVER.fullmatch(entry.name) and entry.is_file():
                         entry.unlink(missing_ok=True)
                 _check_writable(path)

@@ -33,7 +33,7 @@ _REMEDIES = {
     "precision": "set `train.precision: {}`: values overflowed in 16 bits",
     "device": "set `device: cpu`: values were NaN or infinite on the GPU only",
 }
-"""Field of a healing entry -> what its last value advises."""
+"""Field of a healing entry -> advice for its last value."""
 _FAULTS = {
     "overfitting": "reduce `train.epochs`, or set `evaluate.patience: 2`; the best checkpoint is kept",
     "lr-too-high": "lower `train.learning_rate`: the loss rose during training",

@@ -1,7 +1,7 @@
-"""The one reader of run folders: plan, events, outcome, report, lock and activity; and the list of runs. No torch.
+"""Read run folders: plan, events, outcome, report, lock and activity; and the list of runs. No torch.
 
 A file that is missing or damaged is empty, so a run can be read at any time: while it starts, trains, or after a crash.
-Whoever needs an error instead reads the record: `read_plan`, `find_outcome`, `read_report`.
+Code that needs an error instead reads the record: `read_plan`, `find_outcome`, `read_report`.
 """
 
 import math
@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 class StoredRun:
-    """A run as its folder shows it. A file is read when it is first needed; another object sees later changes."""
+    """A run, read from its folder. Each file is read once, when it is first needed; a new object reads it again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -32,7 +32,7 @@ class RunStatus(StoredRun):
     """The state of a run and of its process. Unknown values are None."""
 
     def __init__(self, folder: Path, *, with_stacks: bool = False) -> None:
-        """Read a run. It takes half a second for a running one, whose CPU time is measured.
+        """Read a run. For a running one, this takes half a second, because its CPU time is measured.
 
         `with_stacks` makes the process dump the stack of each thread; raises UserError if it cannot.
         """
@@ -49,7 +49,7 @@ class RunStatus(StoredRun):
         self.step_seconds = median(steps) if steps else None
         """Median time of the last steps."""
         self.cpu_seconds, self.cpu_share = _cpu(self.pid) if self.pid else (None, None)
-        """CPU time of its process since it started, and per second, measured now: 2.0 are two busy cores."""
+        """CPU time of its process since it started, and current CPU time per second: 2.0 means two busy cores."""
         logged_at = modified_at(folder / EVENTS)
         self.since_event = max(0.0, time.time() - logged_at) if logged_at else None
         """Seconds since the last line in `events.jsonl`."""

@@ -1,4 +1,4 @@
-"""Take steps of a built run whose result is thrown away: `plan`, `profile` and `rehearse` differ in what they measure.
+"""Take steps of a run and discard the result: `plan`, `profile` and `rehearse` differ in what they measure.
 
 `workflows/trial.py` builds the run in a folder that is removed afterwards. For `plan`, a child process takes a few
 steps with one or several micro-batch sizes (`take_probe_steps`). Their learning rate is zero, so every size sees the

@@ -31,7 +31,7 @@ def command(
 ) -> None:
     """Test a trained model on held-out rows: PASS, WEAK, FAIL or UNPROVEN.
 
-    Exit codes: 0 PASS, 3 WEAK or UNPROVEN (too few rows to tell), 4 FAIL.
+    Exit codes: 0 PASS, 3 WEAK or UNPROVEN (not shown to be better), 4 FAIL.
     """
     from tunewell.data.sources.base import SourceOptions, is_url, split_limit
     from tunewell.data.sources.local import LocalFile

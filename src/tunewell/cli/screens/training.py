@@ -64,7 +64,7 @@ class _RunScreen:
         self._lock = threading.RLock()  # a signal handler may report an event while another is handled
 
     def close(self) -> None:
-        """Remove what does not stay on the screen."""
+        """Remove the parts of the screen that are only shown during the run."""
 
 
 class LivePanel(_RunScreen):

@@ -1,4 +1,4 @@
-"""A file inside a `.zip` file as a stream that reports damage in the words of tunewell."""
+"""A file inside a `.zip` file as a stream that raises UserError for damage."""
 
 import io
 import lzma
@@ -19,7 +19,7 @@ DAMAGE: tuple[type[Exception], ...] = (
 
 
 def open_member(stored: BinaryIO, name: str) -> BinaryIO:
-    """Open a file of an archive. Errors while it is read are those of a damaged file."""
+    """Open a file of an archive. The stream raises UserError if the file is damaged."""
     return cast(BinaryIO, io.BufferedReader(_Member(stored, name)))
 
 

@@ -21,7 +21,7 @@ _CLEAR = 0.79
 _CLOSE, _DOUBT = 0.08, 0.12
 """If another class fits a sentence nearly as well, the first one is less certain."""
 _WARNING_PENALTY = 0.2
-"""A warning must be this much surer than a failure to be named before it."""
+"""A warning must be this much more certain than a failure to be named before it."""
 _EQUAL = 0.05
 _PER_LINE, _MOST_LINES, _MEASURED = 0.03, 10, 0.3
 """In a written report of several problems, a problem that its numbers show is named first, then the one that most lines
@@ -44,7 +44,7 @@ class FailureCandidate:
 
     failure: FailureClass
     signature: Signature
-    """The surest of the complete ones."""
+    """The complete signature with the highest confidence."""
     confidence: float
     evidence: tuple[Evidence, ...]
     num_lines: int = 0
@@ -101,7 +101,7 @@ def _complete_signatures(failure: FailureClass, reading: Reading) -> Iterator[Fa
 
 
 def _both(one: FailureCandidate, other: FailureCandidate) -> FailureCandidate:
-    """Return the surer one of two candidates of a class, with the evidence of both."""
+    """Return the more certain of two candidates of a class, with the evidence of both."""
     best, other = (other, one) if other.confidence > one.confidence else (one, other)
     sure = min(0.99, best.confidence + _MORE_EVIDENCE)
     return replace(best, confidence=sure, evidence=(*best.evidence, *other.evidence))

@@ -28,7 +28,7 @@ _MULTIPLIER = 0x9E3779B1
 
 
 class GaLore(AdamW8bit):
-    """AdamW whose gradients and moments are projected in the matrices of the decoder layers."""
+    """AdamW with projected gradients and moments for the matrices of the decoder layers."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
         super().__init__(parameters, settings)
