@@ -160,7 +160,7 @@ def test_chat_takes_messages_and_streams(base: str) -> None:
     model.chat("More")
     assert "messages=6" in repr(model)
     for wrong in ([], [{"role": "assistant", "content": "Hello"}], [{"role": "user"}], [{"role": "tool"}]):
-        with pytest.raises(UserError, match="in turn"):
+        with pytest.raises(UserError, match="must alternate"):
             model.chat(wrong)
 
 
