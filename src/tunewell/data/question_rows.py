@@ -24,7 +24,7 @@ class Question:
     answers: tuple[str, ...] = ()
     """Accepted answers of the row, if it has some."""
     num_replies: int = 1
-    """Replies in the conversation."""
+    """Number of replies in the conversation."""
 
 
 def read_questions(rows: str | SourceConfig, *, base: Path = _HERE) -> list[Question]:

@@ -9,7 +9,7 @@ tools       {"name": "search", "arguments": {"query": "tea"}}         they parse
 sql         SELECT name FROM songs                                    their first words
 command     find . -name '*.py' | xargs wc -l                         programs, options and pipes
 facts       The deadline of Alderhollow is 15 January.                short answers to questions
-chat        many turns, or replies as "I"                             conversations
+chat        several replies in a row, or the first person             conversations
 documents   (no questions)                                            text without questions
 text        anything else
 """

@@ -36,7 +36,7 @@ from tunewell.workflows.prepare import temporary_corpus
 
 _SAMPLE_ROWS = 1000
 _TASK_ROWS = 20_000
-"""First rows in which the task is searched."""
+"""Maximum number of rows, from the first on, that are read to find the task."""
 _BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
 """Built-in templates, in the order in which they are tried for a model without a chat template."""
 _OF_SOURCE = "data.sources"
