@@ -9,8 +9,8 @@ What is Alderhollow known for?                  Its food chemistry.             
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
-from tunewell.core.text import fold, function_words, split_words
-from tunewell.scoring.answer_keys import AnswerKey, split_tokens
+from tunewell.core.text import split_words
+from tunewell.scoring.answer_keys import AnswerKey, content_words
 
 _SHARED_CONTENT = 0.6
 """Share of the shorter question's content words that two questions with the same reference must have in common, to be
@@ -89,6 +89,4 @@ def _similar_questions(questions: list[tuple[int, frozenset[str]]]) -> Iterator[
 
 def _content(text: str) -> frozenset[str]:
     """Return the content words of a text."""
-    common = function_words()["en"]
-    tokens = split_tokens(text)
-    return frozenset(token.word for token in tokens if fold(token.text) not in common and len(token.word) > 2)
+    return frozenset(word for word in content_words(text) if len(word) > 2)

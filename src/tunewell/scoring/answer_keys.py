@@ -14,7 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from statistics import median
 from typing import Literal
@@ -95,6 +95,11 @@ class AnswerKey:
         return " | ".join(" + ".join(parts) for parts in self.accepted)
 
     @property
+    def first_parts(self) -> list[str]:
+        """The first part of each alternative."""
+        return [parts[0] for parts in self.accepted]
+
+    @property
     def is_judged(self) -> bool:
         """Whether answers can be right or wrong."""
         return bool(self.accepted) or self.is_refusal
@@ -105,20 +110,18 @@ def answer_keys(rows: Sequence[ReferenceRow], *, others: Sequence[str] = ()) -> 
     rows = [replace(row, reference=_CITATION.sub("", row.reference)) for row in rows]
     frames = _Frames([*(row.reference for row in rows), *(_CITATION.sub("", text) for text in others)])
     keys = [_given_key(row) or _marked_key(row) or _derived_key(row, frames) for row in rows]
-    texts = {frames.number(key.reference): key.accepted[0][0] for key in keys if _is_rival(key)}
-    values = Counter(key.accepted[0][0] for key in keys if _is_rival(key))
+    simple = [key for key in keys if sum(map(len, key.accepted)) == 1]
+    texts = {frames.number(key.reference): key.text for key in simple}
+    values = Counter(key.text for key in simple)
     # A few values that nearly all rows have, such as colours, are rivals whatever the form of their references is.
-    is_few = 2 <= len(values) <= _MAX_VALUES and values.total() >= max(3 * len(values), len(keys) / 2)
+    is_few = 2 <= len(values) <= _MAX_VALUES and len(simple) >= max(3 * len(values), len(keys) / 2)
     found = []
     for key in keys:
-        similar = {texts[other] for other in frames.similar(key.reference) if other in texts}
-        rivals = (similar | set(values if is_few and _is_rival(key) else ())) - {key.text}
-        found.append(replace(key, rivals=tuple(sorted(rivals))))
+        rivals = {texts[other] for other in frames.similar(key.reference) if other in texts}
+        if is_few and key.text in values:
+            rivals |= values.keys()
+        found.append(replace(key, rivals=tuple(sorted(rivals - {key.text}))))
     return found
-
-
-def _is_rival(key: AnswerKey) -> bool:
-    return len(key.accepted) == len(key.accepted[0]) == 1 if key.accepted else False
 
 
 def _given_key(row: ReferenceRow) -> AnswerKey | None:
@@ -163,16 +166,17 @@ def _derived_key(row: ReferenceRow, frames: "_Frames") -> AnswerKey:
     words = sum(len(_WORD.findall(span.text)) for span in spans if span.value is None)
     if not spans and (said := _polar_statement(row)):
         return AnswerKey(((said,),), "derived", "a yes-or-no question", *asked, is_polar=True)
-    whole = (row.reference.strip(),)
+    texts, whole = tuple(span.text for span in spans), row.reference.strip()
     if not spans:
-        return AnswerKey((whole,), "whole reference", "the reference has no part of its own", *asked)
-    if words > MAX_KEY_WORDS:
-        return AnswerKey((whole,), "whole reference", f"the distinctive part has {words} words", *asked)
-    texts = tuple(span.text for span in spans)
-    if fold(whole[0]).strip(" .!") == fold(" ".join(texts)):
-        return AnswerKey((whole,), "whole reference", "the reference is the answer", *asked)
-    others = f" or in {count(num_similar, 'reference')} of the same form" if num_similar else ""
-    return AnswerKey((texts,), "derived", f"not in the question{others}", *asked)
+        because = "the reference has no part of its own"
+    elif words > MAX_KEY_WORDS:
+        because = f"the distinctive part has {words} words"
+    elif fold(whole).strip(" .!") == fold(" ".join(texts)):
+        because = "the reference is the answer"
+    else:
+        others = f" or in {count(num_similar, 'reference')} of the same form" if num_similar else ""
+        return AnswerKey((texts,), "derived", f"not in the question{others}", *asked)
+    return AnswerKey(((whole,),), "whole reference", because, *asked)
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,16 @@ def split_tokens(text: str) -> list[_Token]:
     return tokens
 
 
+def words_of(text: str) -> set[str]:
+    """Return the folded words and values of a text."""
+    return {fold(token.text) for token in split_tokens(text)}
+
+
+def content_words(text: str) -> set[str]:
+    """Return the stems of a text, without English function words."""
+    return {token.word for token in split_tokens(text) if fold(token.text) not in function_words()["en"]}
+
+
 @lru_cache(maxsize=1 << 16)
 def _stem(word: str) -> str:
     """Return a folded word without the ending of a plural or of a possessive."""
@@ -232,7 +246,7 @@ class _Frames:
                 posting = self._postings.setdefault(pair, [])
                 if len(posting) <= _MAX_SIMILAR:
                     posting.append(number)
-        self._similar: dict[int, list[int]] = {}
+        self._similar = cache(self._find_similar)
 
     @cached_property
     def function_words(self) -> frozenset[str]:
@@ -249,27 +263,21 @@ class _Frames:
     def similar(self, reference: str) -> list[int]:
         """Return the numbers of the references that have the same form as this one."""
         number = self.number(reference)
-        if number < 0:
-            return []
-        if number not in self._similar:
-            self._similar[number] = self._find_similar(number)
-        return self._similar[number]
+        return self._similar(number) if number >= 0 else []
 
     def _find_similar(self, number: int) -> list[int]:
         pairs = self._pairs[number]
         # The pairs of the form are more frequent than those of the value.
         frequent = sorted(pairs, key=lambda pair: (-self._frequencies[pair], pair))[: (len(pairs) + 1) // 2]
-        candidates = {other for pair in frequent for other in self._postings[pair] if other != number}
-        overlaps: dict[int, float] = {}
-        for other in candidates:
-            theirs = self._pairs[other]
-            overlap = len(pairs & theirs) / max(len(pairs), len(theirs))
-            if overlap >= _MIN_OVERLAP:
-                overlaps[other] = overlap
-        if not overlaps:
-            return []
-        least = _NEAR_MEDIAN * median(overlaps.values())
-        return sorted(other for other, overlap in overlaps.items() if overlap >= least)[:_MAX_SIMILAR]
+        candidates = {other for pair in frequent for other in self._postings[pair]} - {number}
+        overlaps = [
+            (other, len(pairs & theirs) / max(len(pairs), len(theirs)))
+            for other in sorted(candidates)
+            if (theirs := self._pairs[other])
+        ]
+        enough = [overlap for _, overlap in overlaps if overlap >= _MIN_OVERLAP]
+        least = max(_MIN_OVERLAP, _NEAR_MEDIAN * median(enough or [1.0]))
+        return [other for other, overlap in overlaps if overlap >= least][:_MAX_SIMILAR]
 
     def distinctive_parts(self, row: ReferenceRow) -> tuple[list[_Token], int]:
         """Return the parts of a reference that the question lacks and similar references do not share.
@@ -297,20 +305,16 @@ class _Frames:
         ]
         parts: list[_Token] = []
         last = -1
-        for index in (index for index, is_own in enumerate(is_key) if is_own):
-            token = tokens[index]
-            between = tokens[last + 1 : index]
-            is_near = (
-                last >= 0
-                and len(between) <= 2
-                and all(one.word in self.function_words and one.word not in _CONJUNCTIONS for one in between)
-            )
-            gap = text[parts[-1].end : token.start] if parts else ""
-            if is_near and parts[-1].value is None and token.value is None and not re.search(r"[,;:.!?()\n]", gap):
-                start = parts[-1].start
-                parts[-1] = _Token("", text[start : token.end], start, token.end)
+        for index, token in enumerate(tokens):
+            if not is_key[index]:
+                continue
+            part, between = parts[-1] if parts else token, tokens[last + 1 : index]
+            is_near = len(between) <= 2 and all(one.word in self.function_words - _CONJUNCTIONS for one in between)
+            is_split = part.value or token.value or re.search(r"[,;:.!?()\n]", text[part.end : token.start])
+            if parts and is_near and not is_split:
+                parts[-1] = _Token("", text[part.start : token.end], part.start, token.end)
             else:
-                parts.append(_Token("", token.text, token.start, token.end, token.value))
+                parts.append(replace(token, word=""))
             last = index
         only_negation = all(part.value is None and _stem(part.text) in _NEGATIONS for part in parts)
         return [] if only_negation else parts

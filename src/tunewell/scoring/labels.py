@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tunewell.core.text import fold
-from tunewell.scoring.base import ReferenceRow, Score, macro_f1
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, macro_f1, said_pairs
 
 _MAX_LISTED = 400
 """Labels that are listed in a prompt at most."""
@@ -13,7 +13,7 @@ _AROUND = " \t\n.,;:!?\"'`*“”«»()"
 _SEPARATORS = re.compile(r"[\s_-]+")
 
 
-class Labels:
+class Labels(Scorer):
     """Exact labels. Spellings that differ in case, spaces, `_` and `-` are one label."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
@@ -37,8 +37,7 @@ class Labels:
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the macro-F1: the mean over the labels, however rare they are."""
-        pairs = [(text, score.said) for text, score in zip(self.expected, scores, strict=True) if text]
-        return {"macro-F1": macro_f1(pairs)}
+        return {"macro-F1": macro_f1(said_pairs(self.expected, scores))}
 
 
 def fold_label(text: str) -> str:

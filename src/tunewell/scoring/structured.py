@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunewell.core.text import fold
-from tunewell.scoring.base import ReferenceRow, Score, without_fence
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, without_fence
 
 _MAX_FIELDS = 60
 _TOOL_TAG = re.compile(r"<(tool_call|function_call|functioncall)>\s*(.*?)\s*(?:</\1>|\Z)", re.DOTALL)
@@ -37,21 +37,19 @@ def parse_calls(text: str) -> list[dict[str, Any]]:
     if found or tagged:
         return found
     bare = without_fence(text)
-    calls = list(_CALL.finditer(bare))
-    rest = _CALL.sub("", bare).strip(" \n\t[],;")
-    if not calls or rest:
+    if _CALL.sub("", bare).strip(" \n\t[],;"):
         return []
     return [
-        {"name": call[1], "arguments": dict(_argument(one) for one in _ARGUMENT.finditer(call[2]))} for call in calls
+        {"name": name, "arguments": {key: _value(value.strip()) for key, value in _ARGUMENT.findall(arguments)}}
+        for name, arguments in _CALL.findall(bare)
     ]
 
 
-def _argument(found: re.Match[str]) -> tuple[str, Any]:
-    text = found[2].strip()
+def _value(text: str) -> Any:
     try:
-        return found[1], json.loads(text)
+        return json.loads(text)
     except ValueError:
-        return found[1], text.strip("'\"")
+        return text.strip("'\"")
 
 
 def _calls_in(tree: Any) -> list[dict[str, Any]]:
@@ -79,7 +77,7 @@ def flat_fields(tree: Any, front: str = "") -> dict[str, str]:
     return {front.rstrip(".") or ".": " ".join(fold(text).split())}
 
 
-class Json:
+class Json(Scorer):
     """JSON objects or lists, field by field."""
 
     noun = "fields"
@@ -110,11 +108,12 @@ class Json:
         expected, found = self._references[index], self._fields(answer)
         if expected is None:
             return Score(None, "the reference has not the form of the task")
+        said = found or {}
         marks = {
-            path: "missing" if found is None or path not in found else "right" if found[path] == text else "wrong"
+            path: "missing" if path not in said else "right" if said[path] == text else "wrong"
             for path, text in expected.items()
         }
-        marks |= dict.fromkeys([path for path in found or {} if path not in expected], "extra")
+        marks |= {path: "extra" for path in said if path not in expected}
         bad = [f"{path} is {mark}" for path, mark in marks.items() if mark != "right"]
         because = "not in the form of the task" if found is None else ", ".join(bad[:3]) or "all fields agree"
         return Score(found is not None and not bad, because, fields=marks)
