@@ -24,6 +24,7 @@ from tunewell.core.units import count
 from tunewell.scoring.answer_values import Value, find_values
 from tunewell.scoring.base import ReferenceRow
 from tunewell.scoring.matching import is_refusal, is_short_reference
+from tunewell.scoring.words import word_lists, word_set
 
 Origin = Literal["answers", "value", "derived", "whole reference"]
 
@@ -42,11 +43,7 @@ _NEARLY_ALL = 0.95
 _SAMPLE = 200
 _MAX_VALUES = 12
 _WORD = re.compile(rf"[{SPACELESS}]|[^\W_]+(?:['’-][^\W_]+)*")
-_ENGLISH = "a i in is for on by and with as or from do if not no am im out up each per until since"
-"""English function words that `function_words.txt` lacks, because they are also keywords of programming languages."""
-_NEGATION = "no not never none without neither nor cannot nicht kein keine pas aucun non não niet geen"
-_CONJUNCTIONS = frozenset({"and", "or", "und", "oder", "et", "ou", "y", "e", "o"})
-_NEGATIONS = frozenset(_NEGATION.split())
+_NEGATIONS, _CONJUNCTIONS = word_set("negations"), word_set("conjunctions")
 _CITATION = re.compile(r"(?<=\S)\s*\[\d{1,3}\]\s*$")
 """The number of a passage after an answer. It is not part of the answer."""
 _FINAL = re.compile(r"####\s*(\S[^\n]*?)\s*$|\\boxed\{([^{}]+)\}")
@@ -254,7 +251,7 @@ class _Frames:
         language = detect_language(" ".join(self.texts[:_SAMPLE])) or "en"
         table = function_words()
         words = table.get(language) or table["en"]
-        return frozenset(map(_stem, [*words, *_ENGLISH.split()] if language == "en" else words))
+        return frozenset(map(_stem, words | word_set("english") if language == "en" else words))
 
     def number(self, reference: str) -> int:
         """Return the number of a reference, or -1 if it is long."""
@@ -340,12 +337,7 @@ def _choose_parts(parts: list[_Token], question: str, *, has_form: bool) -> list
     return values if _ASKS_VALUE.search(question) or (not has_form and len(values) == 1) else parts
 
 
-_POLARITIES = {
-    "yes": "yes true correct yeah ja oui sí sim vrai wahr verdadero verdadeiro tak да hai evet",
-    "no": "no false incorrect nope nein nee nej non não faux falsch falso nie нет hayır",
-    "maybe": "maybe perhaps possibly vielleicht peut-être quizás forse talvez misschien",
-}
-_POLARITY_OF = {word: name for name, words in _POLARITIES.items() for word in words.split()}
+_POLARITY_OF = {word: name for name in ("yes", "no", "maybe") for word in word_lists()[name]}
 
 
 def polarity(text: str) -> str | None:
@@ -357,6 +349,5 @@ def _polar_statement(row: ReferenceRow) -> str | None:
     """Return yes or no for a reference that affirms or denies a yes-or-no question and adds nothing."""
     if not ASKS_POLAR.match(row.question):
         return None
-    return (
-        "no" if _NEGATIONS & {fold(word) for word in _WORD.findall(row.reference)} or "n't" in row.reference else "yes"
-    )
+    words = {fold(word) for word in _WORD.findall(row.reference)}
+    return "no" if _NEGATIONS & words or "n't" in row.reference else "yes"

@@ -11,7 +11,6 @@ key          answer                                    result
 import re
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from importlib.resources import files
 
 from tunewell.core.text import SPACELESS_LETTER, fold, function_words
 from tunewell.scoring.answer_keys import ASKS_POLAR, AnswerKey, content_words, polarity, split_tokens, words_of
@@ -19,6 +18,7 @@ from tunewell.scoring.answer_values import Value, find_values
 from tunewell.scoring.base import Score
 from tunewell.scoring.matching import is_refusal, match, stands_alone
 from tunewell.scoring.number import marked_results
+from tunewell.scoring.words import read_lines, word_set
 
 Span = tuple[int, int]
 
@@ -154,18 +154,14 @@ def _stated_rival(text: str, stated: list[Span], key: AnswerKey) -> str | None:
 
 def _rest_of_clause(text: str, place: Span) -> set[str]:
     """Return the content words of the clause around a place."""
-    return words_of(" ".join(_clause_around(text, place))) - function_words()["en"] - _PLAIN
-
-
-_PLAIN = frozenset("a i in is for on by and with as or from do if it its also maybe perhaps possibly".split())  # noqa: SIM905
+    return words_of(" ".join(_clause_around(text, place))) - function_words()["en"] - word_set("plain")
 
 
 @cache
 def _opposites() -> dict[str, tuple[int, int]]:
     """Return the group and the side (1 or -1) of each word of `opposites.txt`."""
     found: dict[str, tuple[int, int]] = {}
-    lines = files("tunewell.scoring").joinpath("opposites.txt").read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(line for line in lines if not line.startswith("#")):
+    for number, line in enumerate(read_lines("opposites.txt")):
         for side, words in zip((1, -1), line.split("|"), strict=True):
             found |= dict.fromkeys(words.split(), (number, side))
     return found
@@ -234,7 +230,7 @@ def _pattern(part: str) -> re.Pattern[str]:
 @lru_cache(maxsize=4096)
 def _known_words(question: str) -> frozenset[str]:
     """Return the words that may follow a number without its unit: function words, and words of the question."""
-    return function_words()["en"].union("a is in and for on or as per each annually yearly".split(), words_of(question))
+    return function_words()["en"] | word_set("after number") | words_of(question)
 
 
 def _clause_around(text: str, place: Span) -> tuple[str, str]:

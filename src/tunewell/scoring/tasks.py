@@ -19,7 +19,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
@@ -39,6 +38,7 @@ from tunewell.scoring.labels import fold_label
 from tunewell.scoring.matching import is_refusal, is_short_reference
 from tunewell.scoring.number import marked_results
 from tunewell.scoring.structured import parse_calls, parse_json
+from tunewell.scoring.words import read_lines, word_set
 
 _NEARLY_ALL, _MOST, _SOME = 0.9, 0.6, 0.3
 """Share of the replies that must have a form. A tenth may be ordinary instructions that were mixed in."""
@@ -119,9 +119,7 @@ def make_scorer(
     return SCORERS.load(task)(asked, training)
 
 
-def _find_form(
-    found: _Rows, *, test: Callable[[str], object], form: str, least: float = _NEARLY_ALL
-) -> str | None:
+def _find_form(found: _Rows, *, test: Callable[[str], object], form: str, least: float = _NEARLY_ALL) -> str | None:
     """Return the reason for a task whose replies pass a test, or None if too few pass it."""
     share = found.share(test)
     return found.have(share, form) if share >= least else None
@@ -164,10 +162,7 @@ def _labels(found: _Rows) -> str | None:
 
 def _are_plain(options: Sequence[str]) -> bool:
     """Return True if all options are yes, no and the like, or letters."""
-    return all(option in _POLAR or len(option) == 1 for option in options)
-
-
-_POLAR = frozenset("yes no maybe ja nein oui non sí si true false".split())  # noqa: SIM905
+    return all(option in word_set("options") or len(option) == 1 for option in options)
 
 
 def _name_facts(found: _Rows, folded: Sequence[str]) -> bool:
@@ -196,18 +191,10 @@ def _choice(found: _Rows) -> str | None:
     # A chat begins with "Sure" or "Hello" too, but its starts are many; options are words of one kind.
     starts = {fold(reply).strip()[:40] for reply in found.replies}
     rest = found.share(lambda reply: re.sub(r"^\W*[^\W_]+\W*", "", reply).strip())
-    greets = any(option.split()[0] in _OPENERS for option in options)
+    greets = any(option.split()[0] in word_set("openers") for option in options)
     if greets and not _are_plain(options) and rest > 0.5 and len(starts) > 0.9 * len(found.rows):
         return None
     return f"nearly all replies begin with {', '.join(options[:4])}{' ...' if len(options) > 4 else ''}"
-
-
-_OPENERS = frozenset(
-    (
-        "sure certainly hello hi hey thanks thank okay ok well here the a an i it this so great absolutely of to in "
-        "for there as you we my if once when let please dear der die das ich le la les el los un une"
-    ).split()
-)
 
 
 def _is_command(text: str) -> bool:
@@ -223,7 +210,7 @@ def _is_command(text: str) -> bool:
 
 @cache
 def _programs() -> frozenset[str]:
-    return frozenset(files("tunewell.scoring").joinpath("programs.txt").read_text(encoding="utf-8").split())
+    return frozenset(" ".join(read_lines("programs.txt")).split())
 
 
 def _is_number(text: str) -> bool:

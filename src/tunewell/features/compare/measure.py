@@ -1,6 +1,5 @@
 """Ask a model the questions of a test, with or without passages, and judge the answers, for a column of `compare`."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +10,7 @@ from tunewell.core.units import count
 from tunewell.data.reading_prompt import CITATION, NOT_FOUND, fit, is_refusal, question_in, reading_prompt
 from tunewell.evaluation.comparison import Column, ColumnAnswer
 from tunewell.evaluation.passages import SearchedQuestions, Shown
-from tunewell.evaluation.questions import Questions, find_questions
+from tunewell.evaluation.questions import Questions, answer_length, find_questions
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.inference.batch import Answerer, Message, Replies
 from tunewell.inference.chat_model import ChatModel
@@ -21,7 +20,7 @@ from tunewell.scoring.base import Score
 from tunewell.scoring.matching import match
 from tunewell.training.evaluate import questions_of
 
-_MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 64, 512
+_MIN_ANSWER_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Exam:
     @property
     def answer_tokens(self) -> int:
         """Maximum number of tokens of an answer: enough for the references, and for an answer that says more."""
-        return min(max(math.ceil(1.5 * self.longest_reference / 8) * 8, _MIN_ANSWER_TOKENS), _MAX_ANSWER_TOKENS)
+        return answer_length(self.longest_reference, least=_MIN_ANSWER_TOKENS)
 
 
 def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys: bool = True) -> Exam:
@@ -57,16 +56,7 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
     is_open_book = any(question_in(one.text) != one.text for one in found)
     if is_open_book:
         found = [replace(one, text=question_in(one.text)) for one in found if not is_refusal(one.reference)]
-    config = model.ref.loaded
-    questions = find_questions(
-        found,
-        rows.split,
-        corpus=rows.corpus,
-        training=rows.training,
-        model=model,
-        rules=config.config.verdict,
-        base=config.base,
-    )
+    questions = find_questions(found, rows, model)
     if needs_keys and not any(questions.scorer.expected):
         raise UserError(
             f"none of the {count(len(found), 'answer')} in the rows can be compared: they are empty or too long",
