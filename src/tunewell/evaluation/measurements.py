@@ -5,7 +5,6 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from tunewell.core.text import shorten_line
 from tunewell.evaluation.intervals import PairedDifference, compare_pair, share_interval
@@ -125,11 +124,6 @@ def count_answers(answers: Sequence[Answer], clusters: Sequence[int] = ()) -> An
         refused=sum(answer.is_refusal for answer in answers),
         right_interval=share_interval(*zip(*judged, strict=True)) if judged else None,
     )
-
-
-def soften(level: Literal["WEAK", "FAIL"], num_questions: int) -> Literal["WEAK", "FAIL"]:
-    """Return the level of a reason; a FAIL based on very few questions or rows becomes WEAK."""
-    return "WEAK" if num_questions < FEW_QUESTIONS else level
 
 
 def short_loss(loss: float) -> str:

@@ -88,7 +88,7 @@ class Json(Scorer):
             without_fence(row.reference) if found else "" for row, found in zip(asked, self._references, strict=True)
         ]
         seen = (self._fields(row.reference) or {} for row in training)
-        names = Counter(name for fields in seen for name in {self._name(path) for path in fields})
+        names = Counter(name for fields in seen for name in dict.fromkeys(map(self._name, fields)))
         self.hint = self._hint([name for name, _ in names.most_common(_MAX_FIELDS)])
 
     def _hint(self, names: Sequence[str]) -> str:

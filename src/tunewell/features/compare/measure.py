@@ -1,7 +1,8 @@
 """Ask a model the questions of a test, with or without passages, and judge the answers, for a column of `compare`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from tunewell.core.errors import UserError
@@ -53,8 +54,7 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
         raise UserError("there are no questions with answers to compare on", fix="add `--data rows.jsonl`")
     found = questions_of(rows.split, number=number, spell=model.decode, question_in=masker.template.question_in)
     # Rows of open-book training have passages, and some have a refusal as reply because the passage was left out.
-    is_open_book = any(question_in(one.text) != one.text for one in found)
-    if is_open_book:
+    if is_open_book := any(question_in(one.text) != one.text for one in found):
         found = [replace(one, text=question_in(one.text)) for one in found if not is_refusal(one.reference)]
     questions = find_questions(found, rows, model)
     if needs_keys and not any(questions.scorer.expected):
@@ -74,10 +74,8 @@ def measure_alone(
     """Return a column of answers without passages. `is_own`: the exam's prompts are in the tokens of this model."""
     messages: list[Message] = [*exam.prompts] if is_own and exam.prompts else [key.question for key in exam.keys]
     replies = model.answer(messages, with_stage(progress, f"{name}: answering"))
-    answers = [
-        _answer(text, exam.questions.score(index, text), exam, index) for index, text in enumerate(replies.texts)
-    ]
-    return _column(name, exam, answers, replies, seconds=replies.seconds, **more)
+    scores = [exam.questions.score(index, text) for index, text in enumerate(replies.texts)]
+    return _column(name, exam, replies, zip(replies.texts, scores, strict=True), **more)
 
 
 def measure_with_passages(
@@ -91,20 +89,19 @@ def measure_with_passages(
 ) -> Column:
     """Return a column of answers with the passages found. Ask again without those that contain the answers."""
     texts, num_shown, replies = _ask(model, exam.keys, searched.found, with_stage(progress, f"{name}: answering"))
-    answers = []
-    for index, (text, number, shown) in enumerate(zip(texts, num_shown, searched.found, strict=True)):
-        has_passage = None if shown.right is None else any(shown.right[:number])
-        answers.append(_answer(text, _judged(text, exam, index), exam, index, has_passage))
-    removed = [index for index, shown in enumerate(searched.removed) if shown is not None]
+    scores = [_judged(text, exam, index) for index, text in enumerate(texts)]
+    has_passage = [
+        None if shown.right is None else any(shown.right[:number])
+        for shown, number in zip(searched.found, num_shown, strict=True)
+    ]
     invented = None
-    if removed:
-        keys = [exam.keys[index] for index in removed]
-        left = [shown for shown in searched.removed if shown is not None]
-        again, _, _ = _ask(model, keys, left, with_stage(progress, f"{name}: answering, passages removed"))
-        scores = [_judged(text, exam, index) for text, index in zip(again, removed, strict=True)]
-        invented = (sum(not found.is_refusal and not found.right for found in scores), len(removed))
-    seconds = searched.seconds + replies.seconds
-    return _column(name, exam, answers, replies, seconds=seconds, invented=invented, **more)
+    if removed := {index: shown for index, shown in enumerate(searched.removed) if shown is not None}:
+        keys, listener = [exam.keys[index] for index in removed], f"{name}: answering, passages removed"
+        again, _, _ = _ask(model, keys, list(removed.values()), with_stage(progress, listener))
+        others = [_judged(text, exam, index) for text, index in zip(again, removed, strict=True)]
+        invented = (sum(not found.is_refusal and not found.right for found in others), len(removed))
+    scored = zip(texts, scores, has_passage, strict=True)
+    return _column(name, exam, replies, scored, seconds=searched.seconds, invented=invented, **more)
 
 
 def _ask(
@@ -128,18 +125,17 @@ def _judged(text: str, exam: Exam, index: int) -> Score:
     return found
 
 
-def _answer(text: str, found: Score, exam: Exam, index: int, has_passage: bool | None = None) -> ColumnAnswer:
-    reference = exam.keys[index].reference
-    f1 = match(text, reference).f1 if reference else 0.0
-    return ColumnAnswer(text, found.right, f1, found.is_refusal, has_passage)
-
-
 def _column(
-    name: str, exam: Exam, answers: Sequence[ColumnAnswer], replies: Replies, *, seconds: float, **more: Any
+    name: str, exam: Exam, replies: Replies, scored: Iterable[tuple[Any, ...]], *, seconds: float = 0.0, **more: Any
 ) -> Column:
+    """Return a column. `scored` are texts, their scores and, with an index, whether the model read the answer."""
     asked = [(key.question, key.reference) for key in exam.keys]
+    answers = [
+        ColumnAnswer(text, score.right, match(text, reference).f1, score.is_refusal, *has_passage)
+        for (_, reference), (text, score, *has_passage) in zip(asked, scored, strict=True)
+    ]
     resources = {
-        "seconds per answer": seconds / max(1, len(asked)),
+        "seconds per answer": (seconds + replies.seconds) / max(1, len(asked)),
         "tokens per answer": _mean(replies.num_tokens),
         "tokens per prompt": _mean(replies.num_prompt_tokens),
         **more.pop("resources", {}),
@@ -155,4 +151,4 @@ def _column(
 
 
 def _mean(numbers: Sequence[int]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
+    return fmean(numbers) if numbers else None
