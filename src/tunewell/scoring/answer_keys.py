@@ -11,7 +11,7 @@ question lacks and that most references of the same form do not share.
 
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -197,10 +197,8 @@ def split_tokens(text: str) -> list[_Token]:
     """Split a text into words and values."""
     tokens, begin = [], 0
     for value in [*find_values(text), None]:
-        end = len(text) if value is None else value.start
-        tokens += [
-            _Token(_stem(found[0]), found[0], found.start(), found.end()) for found in _WORD.finditer(text, begin, end)
-        ]
+        words = _WORD.finditer(text, begin, len(text) if value is None else value.start)
+        tokens += [_Token(_stem(found[0]), found[0], *found.span()) for found in words]
         if value is not None:
             tokens.append(_Token(value.token, text[value.start : value.end], value.start, value.end, value))
             begin = value.end
@@ -228,29 +226,30 @@ class _Frames:
     """The distinct references of a corpus, and for each of them the others of the same form."""
 
     def __init__(self, references: Sequence[str]) -> None:
-        short = [text for text in dict.fromkeys(references) if is_short_reference(text)]
         distinct: dict[str, int] = {}
-        self._numbers = {text: distinct.setdefault(fold(text).strip(), len(distinct)) for text in short}
-        first = {number: text for text, number in reversed(self._numbers.items())}
-        self.texts = [unicodedata.normalize("NFKC", first[number]) for number in range(len(first))]
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+        for text in filter(is_short_reference, dict.fromkeys(references)):
+            self._numbers[text] = number = distinct.setdefault(fold(text).strip(), len(distinct))
+            if number == len(self.texts):
+                self.texts.append(unicodedata.normalize("NFKC", text))
         self._tokens = [split_tokens(text) for text in self.texts]
         self._words = [frozenset(token.word for token in tokens) for tokens in self._tokens]
-        self._pairs = [_word_pairs(tokens) for tokens in self._tokens]
+        forms = [["^", *(token.form for token in tokens), "$"] for tokens in self._tokens]
+        self._pairs = [frozenset(pairwise(one)) for one in forms]
         self._frequencies = Counter(pair for pairs in self._pairs for pair in pairs)
-        self._postings: dict[tuple[str, str], list[int]] = {}
+        self._postings = defaultdict[tuple[str, str], list[int]](list)
         for number, pairs in enumerate(self._pairs):
             for pair in pairs:
-                posting = self._postings.setdefault(pair, [])
-                if len(posting) <= _MAX_SIMILAR:
-                    posting.append(number)
+                if len(self._postings[pair]) <= _MAX_SIMILAR:
+                    self._postings[pair].append(number)
         self._similar = cache(self._find_similar)
 
     @cached_property
     def function_words(self) -> frozenset[str]:
         """The function words of the references' language, or of English."""
         language = detect_language(" ".join(self.texts[:_SAMPLE])) or "en"
-        table = function_words()
-        words = table.get(language) or table["en"]
+        words = function_words().get(language, function_words()["en"])
         return frozenset(map(_stem, words | word_set("english") if language == "en" else words))
 
     def number(self, reference: str) -> int:
@@ -282,24 +281,18 @@ class _Frames:
         The second result is the number of these references, or 0 if the parts are only those that the question lacks.
         """
         number, similar = self.number(row.reference), self.similar(row.reference)
-        reference, tokens = self.texts[number], self._tokens[number]
         asked = {token.word for token in split_tokens(unicodedata.normalize("NFKC", row.question))}
-        lacking = [token.word not in asked for token in tokens]
-        if similar:
-            words = [self._words[other] for other in similar]
-            shares = [sum(token.word in other for other in words) / len(words) for token in tokens]
-            for limit in (_SHARED, _NEARLY_ALL):
-                own = [is_new and share < limit for is_new, share in zip(lacking, shares, strict=True)]
-                if parts := self._join(reference, tokens, own):
-                    return parts, len(similar)
-        return self._join(reference, tokens, lacking), 0
+        common = Counter(word for other in similar for word in self._words[other])
+        for limit in (_SHARED, _NEARLY_ALL) if similar else ():
+            known = asked | {word for word, times in common.items() if times >= limit * len(similar)}
+            if parts := self._join(number, known):
+                return parts, len(similar)
+        return self._join(number, asked), 0
 
-    def _join(self, text: str, tokens: list[_Token], chosen: list[bool]) -> list[_Token]:
-        """Return the chosen words as parts; neighbouring words form one part, with function words between them."""
-        is_key = [
-            is_chosen and (token.value is not None or token.word not in self.function_words or token.word in _NEGATIONS)
-            for token, is_chosen in zip(tokens, chosen, strict=True)
-        ]
+    def _join(self, number: int, known: set[str]) -> list[_Token]:
+        """Return the words that are not known as parts; neighbours form one part, with function words between them."""
+        text, tokens, common = self.texts[number], self._tokens[number], self.function_words - _NEGATIONS
+        is_key = [token.word not in known and (token.value is not None or token.word not in common) for token in tokens]
         parts: list[_Token] = []
         last = -1
         for index, token in enumerate(tokens):
@@ -317,18 +310,13 @@ class _Frames:
         return [] if only_negation else parts
 
 
-def _word_pairs(tokens: list[_Token]) -> frozenset[tuple[str, str]]:
-    forms = ["^", *(token.form for token in tokens), "$"]
-    return frozenset(pairwise(forms))
-
-
 def _choose_parts(parts: list[_Token], question: str, *, has_form: bool) -> list[_Token]:
     """Leave out the parts that the question does not ask for: a date for `who`, words for `how much`."""
     values, words = [part for part in parts if part.value], [part for part in parts if not part.value]
     if _ASKS_PERSON.search(question):
         # The first word of a sentence is capitalised in any case.
-        found = [(part, _PERSON.search(part.text)) for part in words if part.start]
-        if people := [replace(part, text=person[0]) for part, person in found if person is not None]:
+        people = [replace(one, text=name[0]) for one in words if one.start and (name := _PERSON.search(one.text))]
+        if people:
             return people
     if not values or not words:
         return parts

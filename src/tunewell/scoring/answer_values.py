@@ -138,23 +138,16 @@ def find_values(text: str) -> tuple[Value, ...]:
 
 
 def _date(match: re.Match[str]) -> Value | None:
-    parts = match.groupdict()
-    readings: list[tuple[float, float, float]] = []
-    if parts["iso"]:
-        year, month, day = map(int, parts["iso"].split("-"))
-        readings = [(day, month, year)]
-    elif parts["numeric"]:
-        first, second, year = map(int, re.split("[./]", parts["numeric"]))
-        readings = [(first, second, year), (second, first, year)]
+    parts = {name.rstrip("23"): text for name, text in match.groupdict().items() if text}
+    if text := parts.get("iso") or parts.get("numeric"):
+        numbers = [int(number) for number in re.split("[-./]", text)]
+        readings = [numbers[::-1]] if "iso" in parts else [numbers, [numbers[1], numbers[0], numbers[2]]]
     else:
-        suffix = next(end for end in ("", "2", "3") if parts[f"day{end}"])
-        month_name = parts[f"month{suffix}"].rstrip(".").lower()
-        month = int(month_name) if month_name.isdecimal() else _MONTH_NUMBERS[month_name]
-        day = int(re.sub(r"\D", "", parts[f"day{suffix}"]))
-        readings = [(day, month, int(parts[f"year{suffix}"] or 0))]
-    valid = frozenset(reading for reading in readings if 1 <= reading[0] <= 31 and 1 <= reading[1] <= 12)
-    end = match.start() + len(match[0].rstrip("."))
-    return Value("date", valid, "", match.start(), end) if valid else None
+        name = parts["month"].rstrip(".").lower()
+        month = int(name) if name.isdecimal() else _MONTH_NUMBERS[name]
+        readings = [[int(re.sub(r"\D", "", parts["day"])), month, int(parts.get("year", 0))]]
+    valid = frozenset((day, month, year) for day, month, year in readings if 1 <= day <= 31 and 1 <= month <= 12)
+    return Value("date", valid, "", match.start(), match.start() + len(match[0].rstrip("."))) if valid else None
 
 
 def _time(match: re.Match[str]) -> Value:
@@ -165,7 +158,7 @@ def _time(match: re.Match[str]) -> Value:
     elif half.startswith(("a", "in the m")):
         hours = {hour % 12}
     else:
-        hours = {hour % 24, (hour + 12) % 24} if 1 <= hour <= 12 else {hour % 24}
+        hours = {hour % 24, (hour + 12 * (1 <= hour <= 12)) % 24}
     readings = frozenset((60.0 * one + minute,) for one in hours)
     return Value("time", readings, "", match.start(), match.start() + len(match[0].rstrip(".")))
 
@@ -181,20 +174,16 @@ def _fraction(match: re.Match[str]) -> Value:
 
 
 def _number(match: re.Match[str]) -> Value | None:
-    digits, scale = match["digits"], _SCALES.get((match["scale"] or "").lower(), 1.0)
-    scale = -scale if match["minus"] else scale
-    numbers = _read_digits(digits)
-    if not numbers:
-        return None
-    after = (match["unit"] or "").lower()
-    joined = "%" if after in ("per cent", "pour cent", "por ciento") else after
-    front = (match["front"] or "").lower()
-    unit = _UNIT_OF.get(front) or _UNIT_OF.get(joined, "")
-    is_part = bool(joined and joined in _UNIT_OF and _UNIT_OF[joined] == unit)
-    end = match.end("unit") if is_part else match.end("scale") if match["scale"] else match.end("digits")
+    scale = _SCALES.get((match["scale"] or "").lower(), 1.0) * (-1 if match["minus"] else 1)
+    after, front = (match["unit"] or "").lower(), (match["front"] or "").lower()
+    own = _UNIT_OF.get("%" if after in ("per cent", "pour cent", "por ciento") else after, "")
+    unit = _UNIT_OF.get(front, own)
+    is_part = bool(own) and own == unit
+    end = match.end("unit" if is_part else "scale" if match["scale"] else "digits")
     next_word = "" if is_part or front else unicodedata.normalize("NFKC", after).casefold()
-    readings = frozenset((round(number * scale, 6),) for number in numbers)
-    return Value("number", readings, unit, match.start("front") if front else match.start("digits"), end, next_word)
+    readings = frozenset((round(number * scale, 6),) for number in _read_digits(match["digits"]))
+    start = match.start("front" if front else "digits")
+    return Value("number", readings, unit, start, end, next_word) if readings else None
 
 
 def _read_digits(digits: str) -> list[float]:
@@ -203,19 +192,16 @@ def _read_digits(digits: str) -> list[float]:
         names = re.split("[- ]", digits.lower())
         # "one" is seldom a number: "one of the best".
         return [] if names == ["one"] else [float(sum(_WORD_NUMBERS[name] for name in names))]
-    plain = digits.replace(" ", "").replace("'", "").replace("’", "")
-    marks = [letter for letter in plain if letter in ".,"]
-    if not marks:
-        return [float(plain)]
+    plain = re.sub("[ '’]", "", digits)
+    marks = re.findall("[.,]", plain)
+    whole, _, rest = plain.rpartition(marks[-1]) if marks else (plain, "", "")
+    grouped = float(re.sub("[.,]", "", plain))
+    fraction = float(re.sub("[.,]", "", whole) + f".{rest}")
     if len(set(marks)) == 2:  # 1,234.5 or 1.234,5
-        decimal = marks[-1]
-        return [float(plain.replace("." if decimal == "," else ",", "").replace(decimal, "."))]
-    mark, last = marks[0], len(plain) - plain.rindex(marks[0]) - 1
-    grouped = float(plain.replace(mark, ""))
-    if len(marks) > 1:
+        return [fraction]
+    if len(marks) != 1:
         return [grouped]
-    fraction = float(plain.replace(mark, "."))
-    if last != 3:
+    if len(rest) != 3:
         return [fraction]
     # "31,400" has a thousands separator; "31.400" is also a decimal number.
-    return [grouped] if mark == "," else [grouped, fraction]
+    return [grouped] if marks == [","] else [grouped, fraction]
