@@ -91,8 +91,7 @@ def _metrics(report: Report) -> dict[str, float | None]:
 def _data_facts(report: Report) -> dict[str, Any]:
     """Return hashes and row counts of the data of a report."""
     data: dict[str, Any] = {name: digest for name, digest in report.hashes.items() if "safetensors" not in name}
-    counts = report.ledger
-    if counts is not None:
+    if (counts := report.ledger) is not None:
         data |= {"rows": counts.rows, "documents": counts.documents, "held out": counts.held_out}
         data |= {f"dropped: {name}": number for name, number in counts.dropped.items()}
         data |= {f"source {source['name']}": source["rows"] for source in counts.sources}

@@ -84,18 +84,16 @@ class Measurements:
     def num_right(self, *, of_base: bool = False) -> int:
         """Return the number of right answers of one model."""
         answers = [one.base if of_base else one.tuned for one in self.judged]
-        return sum(answer is not None and bool(answer.right) for answer in answers)
+        return sum(bool(answer and answer.right) for answer in answers)
 
     @property
     def difference(self) -> PairedDifference | None:
         """Share of right answers of the tuned model minus that of the base model; None if there is no base model."""
-        pairs = [(one, one.base) for one in self.judged if one.base is not None]
-        if not pairs:
+        asked = [one for one in self.judged if one.base is not None]
+        if not asked:
             return None
-        tuned, base = [bool(one.tuned.right) for one, _ in pairs], [bool(answer.right) for _, answer in pairs]
-        return compare_pair(
-            tuned, base, cluster_numbers([one for one, _ in pairs]), names=("the tuned model", "the base model")
-        )
+        tuned, base = [bool(one.tuned.right) for one in asked], [bool(one.base and one.base.right) for one in asked]
+        return compare_pair(tuned, base, cluster_numbers(asked), names=("the tuned model", "the base model"))
 
     @property
     def inspect_command(self) -> str:
@@ -114,14 +112,12 @@ def count_answers(answers: Sequence[Answer], clusters: Sequence[int] = ()) -> An
         (bool(each.right), cluster) for each, cluster in zip(answers, clusters, strict=False) if each.right is not None
     ]
     return AnswerCounts(
+        **{name: sum(bool(getattr(each, name)) for each in answers) for name in ("exact", "contains", "right")},
         asked=len(answers),
-        judged=sum(answer.right is not None for answer in answers),
-        exact=sum(answer.exact for answer in answers),
-        contains=sum(answer.contains for answer in answers),
-        right=sum(bool(answer.right) for answer in answers),
-        f1=sum(answer.f1 for answer in answers) / len(answers) if answers else 0.0,
-        faults=dict(Counter(fault for answer in answers for fault in answer.faults)),
-        refused=sum(answer.is_refusal for answer in answers),
+        judged=sum(each.right is not None for each in answers),
+        f1=sum(each.f1 for each in answers) / max(1, len(answers)),
+        faults=dict(Counter(fault for each in answers for fault in each.faults)),
+        refused=sum(each.is_refusal for each in answers),
         right_interval=share_interval(*zip(*judged, strict=True)) if judged else None,
     )
 

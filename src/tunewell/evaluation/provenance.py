@@ -87,14 +87,16 @@ def _plan(plan: Plan) -> dict[str, Chosen[Any]]:
 
 def _machine(model: ChatModel) -> dict[str, str]:
     device = model.device
-    machine = {"device": device.label, "precision": model.precision}
-    if model.computed_by:
-        machine["computed by"] = model.computed_by
-    if device.memory_bytes:
-        machine["memory"] = size_bytes(device.memory_bytes)
-    if device.kind == "cpu":
-        machine["threads"] = f"{model.batch_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
-    return {**machine, "system": f"{platform.system()} {platform.machine()}"}
+    threads = f"{model.batch_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
+    machine = {
+        "device": device.label,
+        "precision": model.precision,
+        "computed by": model.computed_by,
+        "memory": size_bytes(device.memory_bytes) if device.memory_bytes else "",
+        "threads": threads if device.kind == "cpu" else "",
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    return {name: text for name, text in machine.items() if text}
 
 
 def _hashes(ref: ModelRef) -> dict[str, str]:

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 
 from tunewell.core.text import SPACELESS_LETTER, fold, function_words
 from tunewell.scoring.answer_keys import ASKS_POLAR, AnswerKey, content_words, polarity, split_tokens, words_of
-from tunewell.scoring.answer_values import Value, find_values
+from tunewell.scoring.answer_values import find_values
 from tunewell.scoring.base import Score
 from tunewell.scoring.matching import is_refusal, match, stands_alone
 from tunewell.scoring.number import marked_results
@@ -145,9 +145,8 @@ def _stated_rival(text: str, stated: list[Span], key: AnswerKey) -> str | None:
         if fold(rival) not in text or any(_find(fold(key.reference), rival, key)):
             continue
         for span in _find(text, rival, key):
-            is_apart = all(span[1] <= place[0] or span[0] >= place[1] for place in stated)
-            is_stated = is_apart and not _is_denied(text, span) and not _is_asked(text, span)
-            if is_stated and _rest_of_clause(text, span) <= known:
+            is_stated = not _is_denied(text, span) and not _is_asked(text, span)
+            if is_stated and all(_are_apart(span, one) for one in stated) and _rest_of_clause(text, span) <= known:
                 return rival
     return None
 
@@ -171,8 +170,8 @@ def _sides(text: str) -> dict[int, int]:
     """Return the side that a text takes in each pair of opposites, with `not` and the like; 0 if it takes both."""
     found: dict[int, int] = {}
     for word in re.finditer(r"[^\W\d_]+", text):
-        if (entry := _opposites().get(word[0])) is not None:
-            group, side = entry
+        if word[0] in _opposites():
+            group, side = _opposites()[word[0]]
             negated = re.search(
                 r"\b(?:not|never|no|isn't|aren't|wasn't|weren't|cannot)\s+(?:\w+\s)?$", text[: word.start()]
             )
@@ -192,14 +191,8 @@ def _contradicts(text: str, key: AnswerKey) -> str | None:
         if side and said.get(group) == -side and (group not in asked or asked[group]):
             return "says the opposite"
     words, own = ([token.word for token in split_tokens(one)] for one in (text, reference))
-    if (
-        len(own) > 2
-        and words != own
-        and sorted(words) == sorted(own)
-        and not re.search(r"\b(?:and|or|und|et|y)\b|,", reference)
-    ):
-        return "has the words in another order"
-    return None
+    is_list = re.search(r"\b(?:and|or|und|et|y)\b|,", reference) or len(own) <= 2
+    return "has the words in another order" if not is_list and words != own and sorted(words) == sorted(own) else None
 
 
 def _find(text: str, part: str, key: AnswerKey) -> Iterator[Span]:
@@ -242,47 +235,43 @@ def _clause_around(text: str, place: Span) -> tuple[str, str]:
 
 def _is_denied(text: str, place: Span) -> bool:
     before, after = _clause_around(text, place)
-    return _DENIED_BEFORE.search(before) is not None or _DENIED_AFTER.search(after) is not None
+    return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.search(after))
 
 
 def _is_one_of_several(text: str, place: Span, key: AnswerKey) -> bool:
     """Return True if an answer lists the key with other values, so that it does not choose."""
-    before, after = text[: place[0]], text[place[1] :]
-    has_or = " or " in f" {fold(key.reference)} "
-    if not has_or and (_OR_BEFORE.search(before[-40:]) or _OR_AFTER.search(after[:40])):
+    before, after = text[: place[0]][-40:], text[place[1] :][:40]
+    if " or " not in f" {fold(key.reference)} " and (_OR_BEFORE.search(before) or _OR_AFTER.search(after)):
         return True
-    others = _other_values(text, key)
-    for rival in key.rivals:
-        if fold(rival) in text:  # values are compared above
-            others += [span for span in _find(text, rival, key) if span[1] <= place[0] or span[0] >= place[1]]
-    for start, end in others:
-        between = text[end : place[0]] if end <= place[0] else text[place[1] : start]
-        if len(between) <= 40 and _LISTED.search(between):
-            return True
-    return False
+    rivals = [span for rival in key.rivals if fold(rival) in text for span in _find(text, rival, key)]
+    gaps = [
+        text[end : place[0]] if end <= place[0] else text[place[1] : start]
+        for start, end in [*_other_values(text, key), *(span for span in rivals if _are_apart(span, place))]
+    ]
+    return any(len(gap) <= 40 and _LISTED.search(gap) for gap in gaps)
+
+
+def _are_apart(one: Span, other: Span) -> bool:
+    return one[1] <= other[0] or one[0] >= other[1]
 
 
 def _other_values(text: str, key: AnswerKey) -> list[Span]:
     """Return the places of values of the key's kind that neither the key nor the question or the reference contains."""
     expected = [value for parts in key.accepted for part in parts for value in find_values(part)]
-    if not expected:
-        return []
     known = [*expected, *find_values(key.question), *find_values(key.reference)]
-
-    def is_other(value: Value) -> bool:
-        counts_something = bool(value.next_word) and value.next_word not in _known_words("")
-        is_same_kind = any(one.kind == value.kind and value.unit in ("", one.unit) for one in expected)
-        return is_same_kind and not counts_something and not any(one.readings & value.readings for one in known)
-
-    return [(value.start, value.end) for value in find_values(text) if is_other(value)]
+    return [
+        (value.start, value.end)
+        for value in find_values(text)
+        if any(one.kind == value.kind and value.unit in ("", one.unit) for one in expected)
+        and (not value.next_word or value.next_word in _known_words(""))
+        and not any(one.readings & value.readings for one in known)
+    ]
 
 
 def _said_polarity(text: str, key: AnswerKey) -> str | None:
     """Return whether an answer says yes, no or maybe: in its first clause, or as `the answer is yes`."""
-    clauses = [clause for raw in _FIRST_CLAUSE.split(text.replace("*", "")) if (clause := raw.strip())]
-    if not clauses:
-        return None
-    said = {found for word in _ends(clauses[0]) if (found := polarity(word))}
+    clauses = filter(None, map(str.strip, _FIRST_CLAUSE.split(text.replace("*", ""))))
+    said = {found for word in _ends(next(clauses, "")) if (found := polarity(word))}
     named = _ANSWER_IS.search(text)
     if named and (word := re.search(r"[^\W\d_]+", named[1])) and (found := polarity(word[0])):
         said = {found}
@@ -293,10 +282,10 @@ def _said_polarity(text: str, key: AnswerKey) -> str | None:
 
 
 def _ends(clause: str) -> list[str]:
-    words = clause.split()
     if re.search(r"\b(?:yes (?:and|or) no|ja (?:und|oder) nein)\b", clause):
         return ["yes", "no"]
-    return [words[0], words[-1]]
+    words = clause.split()
+    return [*words[:1], *words[-1:]]
 
 
 def _implied_polarity(text: str, key: AnswerKey) -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +14,7 @@ _TOOL_TAG = re.compile(r"<(tool_call|function_call|functioncall)>\s*(.*?)\s*(?:<
 _TOOL_MARK = re.compile(r"\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>")
 _CALL = re.compile(r"\[?\s*([A-Za-z_][\w.]*)\((.*?)\)\s*[,;\]]?", re.DOTALL)
 _ARGUMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^,()]+)")
+_NO_FORM = "not in the form of the task"
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
@@ -58,11 +59,10 @@ def _calls_in(tree: Any) -> list[dict[str, Any]]:
         return [call for one in tree for call in _calls_in(one)]
     if not isinstance(tree, dict):
         return []
-    if "tool_calls" in tree:
-        return _calls_in(tree["tool_calls"])
-    call = tree.get("function") if isinstance(tree.get("function"), dict) else tree
-    assert isinstance(call, dict)
-    name, arguments = call.get("name"), next((call[key] for key in _ARGUMENTS if key in call), None)
+    for wrapper in ("tool_calls", "function"):
+        if isinstance(tree.get(wrapper), dict | list):
+            return _calls_in(tree[wrapper])
+    name, arguments = tree.get("name"), next((tree[key] for key in _ARGUMENTS if key in tree), None)
     if isinstance(arguments, str):
         arguments = parse_json(arguments)
     return [{"name": name, "arguments": arguments}] if isinstance(name, str) and isinstance(arguments, dict) else []
@@ -115,19 +115,18 @@ class Json(Scorer):
         }
         marks |= {path: "extra" for path in said if path not in expected}
         bad = [f"{path} is {mark}" for path, mark in marks.items() if mark != "right"]
-        because = "not in the form of the task" if found is None else ", ".join(bad[:3]) or "all fields agree"
+        because = _NO_FORM if found is None else ", ".join(bad[:3]) or "all fields agree"
         return Score(found is not None and not bad, because, fields=marks)
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the share of answers that parse, and the micro F1 over all fields."""
         marks = [mark for score in scores for mark in score.fields.values()]
         num = Counter(marks)
-        pairs = 2 * num["right"] + 2 * num["wrong"] + num["missing"] + num["extra"]
-        judged = [score for score in scores if score.right is not None]
-        parsed = sum(score.because != "not in the form of the task" for score in judged)
+        pairs = num.total() + num["right"] + num["wrong"]
+        parsed = [score.because != _NO_FORM for score in scores if score.right is not None]
         return {
-            f"F1 over {self.noun}": 2 * num["right"] / pairs if pairs else 0.0,
-            "answers of this form": parsed / len(judged) if judged else 0.0,
+            f"F1 over {self.noun}": 2 * num["right"] / max(1, pairs),
+            "answers of this form": sum(parsed) / max(1, len(parsed)),
         }
 
 
@@ -149,11 +148,10 @@ class Tools(Json):
         if not calls:
             # A row without a call: any text is right that calls no tool.
             return {"no call": ""} if text.strip() and parse_json(text) is None else None
-        found: dict[str, str] = {}
-        numbers = Counter[str]()
+        found, numbers = dict[str, str](), Counter[str]()
         for call in sorted(calls, key=lambda call: json.dumps(call, sort_keys=True, default=str)):
             numbers[call["name"]] += 1
-            front = call["name"] + ("" if numbers[call["name"]] == 1 else f" {numbers[call['name']]}")
+            front = call["name"] if numbers[call["name"]] == 1 else f"{call['name']} {numbers[call['name']]}"
             found[front] = "called"
             found |= {f"{front}.{path}": value for path, value in flat_fields(call["arguments"]).items() if path != "."}
         return found
@@ -161,8 +159,8 @@ class Tools(Json):
 
 def count_fields(scores: Sequence[Mapping[str, str]]) -> dict[str, Counter[str]]:
     """Return how often each field was right, wrong, missing or extra, by name, most frequent first."""
-    counts: dict[str, Counter[str]] = {}
+    counts = defaultdict[str, Counter[str]](Counter)
     for fields in scores:
         for path, mark in fields.items():
-            counts.setdefault(Json._name(path), Counter())[mark] += 1
+            counts[Json._name(path)][mark] += 1
     return dict(sorted(counts.items(), key=lambda item: -item[1].total()))

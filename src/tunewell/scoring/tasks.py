@@ -144,13 +144,11 @@ def _marks_number(text: str) -> bool:
 def _labels(found: _Rows) -> str | None:
     folded = [fold_label(reply) for reply in found.replies]
     counts = Counter(folded)
-    num_words = [len(text.split()) for text in folded]
-    short = sum(words <= _MAX_LABEL_WORDS and len(text) <= 60 for words, text in zip(num_words, folded, strict=True))
-    repeated = sum(number for number in counts.values() if number > 1)
-    per_label = len(folded) / len(counts)
+    short = fmean(len(text.split()) <= _MAX_LABEL_WORDS and len(text) <= 60 for text in folded)
+    repeated, per_label = fmean(counts[text] > 1 for text in folded), len(folded) / len(counts)
     # A few rows of many labels hardly repeat them, but labels are shorter than most facts.
-    is_sample = repeated >= 0.4 * len(folded) and fmean(num_words) <= _WORDS_OF_LABEL
-    if short < _NEARLY_ALL * len(folded) or not (is_sample or repeated >= _NEARLY_ALL * len(folded)):
+    is_sample = repeated >= 0.4 and fmean(len(text.split()) for text in folded) <= _WORDS_OF_LABEL
+    if short < _NEARLY_ALL or not (is_sample or repeated >= _NEARLY_ALL):
         return None
     options = find_options(found.replies)
     if options and _are_plain(options):
@@ -173,7 +171,7 @@ def _name_facts(found: _Rows, folded: Sequence[str]) -> bool:
     )
     if with_value > 0.3:
         return True
-    questions: defaultdict[str, list[set[str]]] = defaultdict(list)
+    questions = defaultdict[str, list[set[str]]](list)
     for row, reply in zip(found.rows, folded, strict=True):
         questions[reply].append({word for word in split_words(row.question) if len(word) > 3})
     overlaps = [
