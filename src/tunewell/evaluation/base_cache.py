@@ -79,9 +79,6 @@ class BaseCache:
             "versions": {"tunewell": __version__, **installed_versions(_PACKAGES)},
             "code": _code_stamp(),
             "questions": _digest(questions),
-            "stop_ids": list(questions.stop_ids),
-            "answer_tokens": questions.answer_tokens,
-            "batch_size": questions.batch_size,
         }
         return cls(_CACHE.path(settings))
 
@@ -144,8 +141,8 @@ def _digest(questions: BaseQuestions) -> str:
                 ids, labels = split.arrays(index)
                 digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
         digest.update(b"end of a split")
-    prompts = [questions.prompts, questions.hinted, questions.ordinary, questions.num_compared]
-    digest.update(json.dumps(prompts, default=int).encode())
+    others = {name: value for name, value in vars(questions).items() if name not in ("split", "everyday")}
+    digest.update(json.dumps(others, default=int).encode())
     return digest.hexdigest()
 
 

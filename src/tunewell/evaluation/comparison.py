@@ -261,7 +261,7 @@ def compare_columns(
 def _counts(column: Column, common: Sequence[Hashable]) -> ColumnCounts:
     judged = [key for key in common if column.answers[key].right is not None]
     answers = [column.answers[key] for key in judged]
-    right = [answer.right is True for answer in answers]
+    right = [bool(answer.right) for answer in answers]
     refused = sum(answer.refused and not answer.right for answer in answers)
     # Without an index, no answer has a passage.
     misses = [answer.has_passage for answer in answers if answer.has_passage is not None and not answer.right]

@@ -150,15 +150,15 @@ def measure_forgetting(found: EverydayOutcome, rules: VerdictRules) -> list[Forg
             )
         )
     if any(one.base_right is not None for one in found.answers):
-        own = [one for one in found.answers if one.kind == "instruction"]
-        followed = [bool(one.base_right) for one in own], [one.tuned_right for one in own]
-        replied = [bool(one.base_replies) for one in found.answers], [one.tuned_replies for one in found.answers]
-        results.append(_lost("everyday instructions", *followed, rules, "followed"))
-        results.append(_lost("replies", *replied, rules, "answered, not refused"))
+        own = [(bool(one.base_right), one.tuned_right) for one in found.answers if one.kind == "instruction"]
+        replied = [(bool(one.base_replies), one.tuned_replies) for one in found.answers]
+        results.append(_lost("everyday instructions", own, rules, "followed"))
+        results.append(_lost("replies", replied, rules, "answered, not refused"))
     return results
 
 
-def _lost(name: str, base: list[bool], tuned: list[bool], rules: VerdictRules, verb: str) -> Forgotten:
+def _lost(name: str, pairs: Sequence[tuple[bool, bool]], rules: VerdictRules, verb: str) -> Forgotten:
+    base, tuned = zip(*pairs, strict=True)
     difference = compare_pair(tuned, base, range(len(base)))
     before, now = sum(base) / len(base), sum(tuned) / len(tuned)
     is_damaged = difference.is_shown and before - now > rules.max_lost

@@ -138,11 +138,9 @@ def sign_flip_p(
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values adjusted for their number by Holm's method, in the same order."""
-    adjusted, largest = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    order = np.argsort(p_values, kind="stable")
+    adjusted = np.arange(len(p_values), 0, -1) * np.asarray(p_values)[order]
+    return np.minimum(1.0, np.maximum.accumulate(adjusted))[np.argsort(order)].tolist()
 
 
 def share_interval(right: Sequence[float | bool], clusters: Sequence[int]) -> Interval:

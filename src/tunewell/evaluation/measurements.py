@@ -83,8 +83,8 @@ class Measurements:
 
     def num_right(self, *, of_base: bool = False) -> int:
         """Return the number of right answers of one model."""
-        answers = [one.base if of_base else one.tuned for one in self.judged]
-        return sum(bool(answer and answer.right) for answer in answers)
+        answers = bases_of(self.judged) if of_base else [one.tuned for one in self.judged]
+        return sum(bool(answer.right) for answer in answers)
 
     @property
     def difference(self) -> PairedDifference | None:
@@ -104,6 +104,11 @@ class Measurements:
 def cluster_numbers(questions: Sequence[AnsweredQuestion]) -> list[int]:
     """Return the cluster of each question; a question without a number is a cluster of its own."""
     return [-1 - index if each.cluster is None else each.cluster for index, each in enumerate(questions)]
+
+
+def bases_of(questions: Sequence[AnsweredQuestion]) -> list[Answer]:
+    """Return the answers of the base model."""
+    return [question.base for question in questions if question.base is not None]
 
 
 def count_answers(answers: Sequence[Answer], clusters: Sequence[int] = ()) -> AnswerCounts:

@@ -48,9 +48,9 @@ def broken(measured: Measurements) -> Iterator[Reason]:
             next=f"Try an earlier checkpoint: `tunewell validate {path} --checkpoint STEP`. Or set "
             f"`train.precision: fp32` and {suggest_rate(measured, 1 / 3)}, and train again.",
         )
-    pairs = [pair for pair in (measured.held_out, *measured.by_source, measured.everyday) if pair is not None]
-    bad = [pair.name for pair in pairs if not math.isfinite(pair.tuned)]
-    if measured.change is not None and math.isnan(measured.change.largest):
+    pairs, change = (measured.held_out, *measured.by_source, measured.everyday), measured.change
+    bad = [pair.name for pair in pairs if pair is not None and not math.isfinite(pair.tuned)]
+    if change is not None and math.isnan(change.largest):
         bad.append("the logits")
     if bad:
         yield Reason(
@@ -62,7 +62,6 @@ def broken(measured: Measurements) -> Iterator[Reason]:
             next=f"Validate on the CPU, in fp32: `tunewell validate {path} --device cpu`. If that does not help, set "
             f"{suggest_rate(measured, 1 / 3)} and train again.",
         )
-    change = measured.change
     if change is not None and change.prompts > 0 and change.largest <= SAME_LOGITS:
         cause = "the adapter is empty or was not applied" if measured.is_adapter else "training changed nothing"
         yield Reason(

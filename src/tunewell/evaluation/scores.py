@@ -11,7 +11,7 @@ import numpy as np
 from tunewell.data.corpus.reader import Split
 from tunewell.evaluation.behaviour import JudgedAnswer, find_faults
 from tunewell.evaluation.intervals import PairedDifference, compare_pair, compare_sums, difference_record
-from tunewell.evaluation.measurements import cluster_numbers
+from tunewell.evaluation.measurements import bases_of, cluster_numbers
 from tunewell.evaluation.questions import Questions
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.decoder import Generated
@@ -60,8 +60,8 @@ def losses_by_source(split: Split | None, base: DocumentLosses | None, tuned: Do
         return []
     sources = np.array([split[int(index)].source for index in tuned.documents])
     names = sorted(set(sources.tolist()))
-    pairs = [loss_pair(name, base, tuned, sources == name) for name in names] if len(names) > 1 else []
-    return [pair for pair in pairs if pair is not None]
+    pairs = (loss_pair(name, base, tuned, sources == name) for name in names)
+    return [pair for pair in pairs if pair is not None] if len(names) > 1 else []
 
 
 def logits_change(base: Any, tuned: Any) -> LogitChange | None:
@@ -69,8 +69,7 @@ def logits_change(base: Any, tuned: Any) -> LogitChange | None:
     if base is None or tuned is None:
         return None
     # One of the two vocabularies may be larger; only shared tokens can be compared.
-    num_shared = min(base.shape[-1], tuned.shape[-1])
-    base, tuned = base[:, :num_shared], tuned[:, :num_shared]
+    base, tuned = base[:, : tuned.shape[-1]], tuned[:, : base.shape[-1]]
     same = int((base.argmax(-1) == tuned.argmax(-1)).sum())
     # Some models give unused tokens a logit of minus infinity. NaN in the base model does not count against the tuned
     # model.
@@ -149,11 +148,12 @@ def constant_answer(questions: Questions, answered: Sequence[AnsweredQuestion]) 
 def measure_pairs(questions: Questions, answered: Sequence[AnsweredQuestion]) -> dict[str, MeasurePair]:
     """Return the further figures of the task for both models."""
 
-    def figures(answers: Sequence[Answer | None]) -> dict[str, float]:
-        scores = [Score(one.right, one.because, one.said, one.fields) for one in answers if one is not None]
-        return questions.scorer.measures(scores) if scores and len(scores) == len(answered) else {}
-
-    tuned, base = figures([one.tuned for one in answered]), figures([one.base for one in answered])
+    tuned, base = (
+        questions.scorer.measures([Score(one.right, one.because, one.said, one.fields) for one in answers])
+        if answers
+        else {}
+        for answers in ([one.tuned for one in answered], bases_of(answered))
+    )
     return {name: MeasurePair(base=base.get(name), tuned=value) for name, value in tuned.items()}
 
 

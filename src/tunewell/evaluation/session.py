@@ -31,7 +31,7 @@ from tunewell.evaluation.forgetting import (
     ordinary_answers,
 )
 from tunewell.evaluation.intervals import difference_record
-from tunewell.evaluation.measurements import Measurements, cluster_numbers, count_answers
+from tunewell.evaluation.measurements import Measurements, bases_of, cluster_numbers, count_answers
 from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import collect_provenance
 from tunewell.evaluation.questions import MAX_ANSWER_TOKENS, Questions, answer_length, find_questions
@@ -338,18 +338,15 @@ class EvaluationSession:
         texts = [[model.decode(one.ids).strip() for one in outputs.ordinary] for outputs in (base, tuned)]
         ordinary = ordinary_answers(*texts) if tuned.ordinary else []
         outcome = EverydayOutcome(everyday, ordinary, model.tokenizer.vocab_size)
-        found: dict[str, Any] = {
-            "bad_weights": bad_weights,
-            "change": logits_change(base.logits, tuned.logits),
-            "held_out": loss_pair("held-out rows", base.held_out, tuned.held_out),
-            "by_source": losses_by_source(self.rows.split, base.held_out, tuned.held_out),
-            "everyday": everyday,
-            "constant": answered.pop("constant", None),
-            "forgotten": measure_forgetting(outcome, self.rules),
-        }
         measured = Measurements(
-            **found,
             **_training_settings(self.ref, provenance["ledger"]),
+            bad_weights=bad_weights,
+            change=logits_change(base.logits, tuned.logits),
+            held_out=loss_pair("held-out rows", base.held_out, tuned.held_out),
+            by_source=losses_by_source(self.rows.split, base.held_out, tuned.held_out),
+            everyday=everyday,
+            constant=answered.get("constant"),
+            forgotten=measure_forgetting(outcome, self.rules),
             loss_difference=losses_difference(base.held_out, tuned.held_out),
             task=entry.name,
             noun=entry.noun,
@@ -366,15 +363,15 @@ class EvaluationSession:
         if verdict.level == "FAIL" and measured.questions:
             self.notes.append(_LOOK_UP.format(run=path))
         metrics, failures = compute_metrics(self.metrics, measured.questions)
+        loss_difference = measured.loss_difference and difference_record(measured.loss_difference)
+        # The report has the measurements of the same names; it ignores the others.
+        shared = {**vars(measured), "task": None, "loss_difference": loss_difference}
         return Report(
-            **provenance,
-            **found,
-            **answered,
+            **{**shared, **provenance, **answered},
             verdict=verdict.level,
             summary=verdict.summary,
             reasons=verdict.reasons,
             data=self.rows.name,
-            loss_difference=measured.loss_difference and difference_record(measured.loss_difference),
             ordinary=ordinary,
             trained_on=self.rows.trained_on,
             changed_rules=changed_rules(self.rules),
@@ -395,10 +392,10 @@ class EvaluationSession:
         found = answered_questions(questions, model=model, base=base.answers, tuned=tuned.answers)
         if base.hinted:
             hinted = answered_questions(questions, model=model, base=base.hinted, tuned=tuned.answers)
-            tallies = [count_answers([one.base for one in part if one.base is not None]) for part in (found, hinted)]
-            is_better = tallies[1].right > tallies[0].right
+            asked_tally, hinted_tally = (count_answers(bases_of(part)) for part in (found, hinted))
+            is_better = hinted_tally.right > asked_tally.right
             found = hinted if is_better else found
-            fields |= {"asked_tally": tallies[0], "hinted_tally": tallies[1], "is_base_hinted": is_better}
+            fields |= {"asked_tally": asked_tally, "hinted_tally": hinted_tally, "is_base_hinted": is_better}
         judge = questions.judge_record()
         if questions.entry.min_right is not None:
             fields["constant"] = constant_answer(questions, found)
@@ -409,7 +406,7 @@ class EvaluationSession:
         if marks := [one.tuned.fields for one in found if one.tuned.fields]:
             fields["fields"] = {name: dict(counts) for name, counts in count_fields(marks).items()}
         clusters = cluster_numbers(found)
-        if base_answers := [one.base for one in found if one.base is not None]:
+        if base_answers := bases_of(found):
             fields["base_tally"] = count_answers(base_answers, clusters)
         apart = [(one.tuned, cluster) for one, cluster in zip(found, clusters, strict=True) if not one.is_near]
         if 0 < len(apart) < len(found):

@@ -14,7 +14,7 @@ from tunewell.config.rules import VerdictRules
 from tunewell.core.text import shorten_line
 from tunewell.core.units import count
 from tunewell.evaluation import reasons
-from tunewell.evaluation.measurements import Measurements, short_loss
+from tunewell.evaluation.measurements import Measurements, bases_of, short_loss
 from tunewell.evaluation.tables import read_table
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Level, LossPair, Reason
@@ -97,15 +97,14 @@ def _summary(measured: Measurements, ranked: list[Reason]) -> str:
 def _answers(measured: Measurements) -> str:
     judged = measured.judged
     if judged and measured.min_right is not None:
-        has_base = any(one.base is not None for one in judged)
-        others = [f"base: {count(measured.num_right(of_base=True))}"] if has_base else []
+        others = [f"base: {count(measured.num_right(of_base=True))}"] if bases_of(judged) else []
         if measured.constant is not None:
             others.append(f'always "{shorten_line(measured.constant.text, 24)}": {count(measured.constant.right)}')
         shown = f" ({', '.join(others)})" if others else ""
         return f"{count(measured.num_right())} of {count(len(judged))} {measured.noun} right{shown}"
     if measured.questions:
-        answers = [question.base.f1 for question in measured.questions if question.base is not None]
-        base = f" (base: {fmean(answers):.2f})" if answers else ""
+        answers = bases_of(measured.questions)
+        base = f" (base: {fmean(one.f1 for one in answers):.2f})" if answers else ""
         return f"word overlap {fmean(one.tuned.f1 for one in measured.questions):.2f}{base}"
     return ""
 

@@ -117,8 +117,7 @@ def _contains(answer: str, found: str, expected: str) -> bool:
 
 def _first_clause(answer: str) -> str:
     """Return the normalised first clause of an answer, which contains a yes or no, or "" for an empty answer."""
-    clauses = (_normal(clause) for clause in _CLAUSE_END.split(fold(answer)))
-    return next((clause for clause in clauses if clause), "")
+    return next(filter(None, map(_normal, _CLAUSE_END.split(fold(answer)))), "")
 
 
 def stands_alone(text: str, start: int, end: int) -> bool:
@@ -167,12 +166,8 @@ def _is_word(letter: str) -> bool:
 
 
 def _f1(answer: str, reference: str) -> float:
-    found, expected = _squad_words(answer), _squad_words(reference)
-    same = sum((Counter(found) & Counter(expected)).values())
-    if not same:
-        return 0.0
-    precision, recall = same / len(found), same / len(expected)
-    return 2 * precision * recall / (precision + recall)
+    found, expected = Counter(_squad_words(answer)), Counter(_squad_words(reference))
+    return 2 * (found & expected).total() / max(1, found.total() + expected.total())
 
 
 def _squad_words(text: str) -> list[str]:

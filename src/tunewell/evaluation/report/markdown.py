@@ -109,8 +109,8 @@ def _answers(report: Report) -> list[str]:
     if not answers.selected:
         return []
     more = [*answers.wrong, *answers.right]
-    parts = [f"### Answers to {count(len(report.exchanges), 'held-out question')}"]
-    parts += [" ".join(prose(sentence) for sentence in judge_sentences(report)), _answer_table(answers.selected)]
+    head = f"### Answers to {count(len(report.exchanges), 'held-out question')}"
+    parts = [head, " ".join(map(prose, judge_sentences(report))), _answer_table(answers.selected)]
     if more:
         parts += [f"<details><summary>{count(len(more), 'more answer')}</summary>", _answer_table(more), "</details>"]
     return [*parts, *_and_more(answers.left_out, "answer")]

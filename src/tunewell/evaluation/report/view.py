@@ -31,6 +31,7 @@ FAULT_WORDS = {
 }
 
 
+_HELD_OUT, _EVERYDAY = "Held-out loss", "Loss on everyday text"
 _SMALL_RATIO = 1.5
 ELLIPSIS = "\u2026"
 NUM_ORDINARY = 6
@@ -100,24 +101,19 @@ class MetricRow:
 
 def key_metrics(report: Report) -> list[MetricRow]:
     """Return the two or three most important metrics."""
-    rows = _right(report)
-    if report.held_out:
-        rows.append(_loss("Held-out loss", report.held_out, hint="rows not used for training; lower is better"))
-    if report.everyday:
-        rows.append(_everyday("Loss on everyday text", report, report.everyday))
-    return rows
+    rows = {row.name: row for row in all_metrics(report)}
+    return [rows[name] for name in (right_name(report), _HELD_OUT, _EVERYDAY) if name in rows]
 
 
 def all_metrics(report: Report) -> list[MetricRow]:
     """Return every metric of the base and the tuned model."""
     rows = []
     if report.held_out:
-        rows += [_loss("Held-out loss", report.held_out, hint="lower is better")]
-        rows += [_perplexity("Held-out perplexity", report.held_out)]
+        rows.append(_loss(_HELD_OUT, report.held_out, hint="rows not used for training; lower is better"))
+        rows.append(_perplexity("Held-out perplexity", report.held_out))
     rows += _answers(report)
     if report.everyday:
-        rows += [_everyday("Everyday text, loss", report, report.everyday)]
-        rows += [_perplexity("Everyday text, perplexity", report.everyday)]
+        rows += [_everyday(report, report.everyday), _perplexity("Everyday text, perplexity", report.everyday)]
     rows += forgotten_rows(report)
     return [*rows, *(_user_metric(name, metric) for name, metric in sorted(report.metrics.items()))]
 
@@ -176,10 +172,10 @@ def _user_metric(name: str, metric: MetricResult) -> MetricRow:
     return _mean(single_line(name), metric.base, metric.tuned, hint=hint, style=",.4g")
 
 
-def _everyday(name: str, report: Report, pair: LossPair) -> MetricRow:
+def _everyday(report: Report, pair: LossPair) -> MetricRow:
     limit = report.thresholds.get("max_forgetting")
     allowed = f" (limit: {percent(limit.value, 0)} worse)" if limit and isinstance(limit.value, float) else ""
-    row = _loss(name, pair, hint=f"text that the base model knew{allowed}")
+    row = _loss(_EVERYDAY, pair, hint=f"text that the base model knew{allowed}")
     return replace(row, change=row.change.replace("lower", "better").replace("higher", "worse"))
 
 
@@ -246,8 +242,8 @@ def forgotten_rows(report: Report) -> list[MetricRow]:
 def field_rows(report: Report, *, most: int = 20) -> list[tuple[str, list[int]]]:
     """Return each field with its numbers of right, wrong, missing and extra values."""
     kinds = ("right", "wrong", "missing", "extra")
-    found = [(single_line(name), [marks.get(kind, 0) for kind in kinds]) for name, marks in report.fields.items()]
-    return found[:most]
+    shown = list(report.fields.items())[:most]
+    return [(single_line(name), [marks.get(kind, 0) for kind in kinds]) for name, marks in shown]
 
 
 def _answers(report: Report) -> list[MetricRow]:
@@ -270,20 +266,23 @@ def _answers(report: Report) -> list[MetricRow]:
 
 
 def _counted(name: str, base: AnswerCounts | None, tuned: AnswerCounts, field: str) -> MetricRow:
-    wholes = [counts and (counts.judged if field == "right" else counts.asked) for counts in (base, tuned)]
-    was, now = (getattr(counts, field, None) for counts in (base, tuned))
-    if was is None:
-        return MetricRow(name, "not measured", _of(now, wholes[1]))
-    difference = now - was if wholes[0] == wholes[1] else 0
+    def numbers(counts: AnswerCounts) -> tuple[int, int]:
+        return getattr(counts, field), counts.judged if field == "right" else counts.asked
+
+    now, whole = numbers(tuned)
+    if base is None:
+        return MetricRow(name, "not measured", _of(now, whole))
+    was, base_whole = numbers(base)
+    difference = now - was if base_whole == whole else 0
     change = f"{count(abs(difference))} {'more' if difference > 0 else 'fewer'}" if difference else ""
-    return MetricRow(name, _of(was, wholes[0]), _of(now, wholes[1]), change)
+    return MetricRow(name, _of(was, base_whole), _of(now, whole), change)
 
 
 def _share(counts: AnswerCounts | ConstantAnswer) -> str:
     return _of(counts.right, counts.judged)
 
 
-def _of(part: Any, whole: Any) -> str:
+def _of(part: int, whole: int) -> str:
     return f"{count(part)} of {count(whole)}"
 
 
@@ -325,11 +324,13 @@ def judge_sentences(report: Report) -> list[str]:
     judge, found = report.judge, list[str]()
     if report.task is not None:
         found.append(f"Task `{report.task.value}`: {report.task.because}.")
-    if judge is not None and judge.origins:
+    if judge is None:
+        return found
+    if judge.origins:
         facts = f"{count(sum(judge.origins.values()), 'question')} on {count(judge.clusters, 'fact')}"
         examples = ", ".join(f'"{shorten(single_line(example.key), 60, mark=ELLIPSIS)}"' for example in judge.examples)
         found.append(f"Judged by {judge.describe()}, such as {examples}; {facts}.")
-    if judge is not None and judge.difference is not None:
+    if judge.difference is not None:
         result = judge.difference.result
         found.append(f"{result[:1].upper()}{result[1:]}.")
     return found

@@ -115,8 +115,9 @@ def _exam(
     subjects: list[Subject], options: CompareOptions, open_rows: OpenRows, progress: ProgressListener
 ) -> tuple[Exam, list[str]]:
     """Return the questions: those of the file, or the held-out rows of the first run."""
-    refs = [subject.ref for subject in subjects if subject.ref is not None]
-    ref = next((one for one in refs if one.kind == "run"), refs[0] if refs else None)
+    # A run comes first, because it has held-out rows.
+    refs = sorted((one.ref for one in subjects if one.ref is not None), key=lambda ref: ref.kind != "run")
+    ref = refs[0] if refs else None
     if ref is None or (ref.kind != "run" and options.data is None):
         raise UserError(
             "there are no questions to compare on: none of the models is a run with held-out rows",
@@ -142,7 +143,7 @@ def _exam(
 
 def _num_known(sources: Sequence[str | SourceConfig], base: Path, exam: Exam) -> int:
     """Return the number of questions that are in some files of rows. Files that no longer exist are skipped."""
-    known: set[str] = set()
+    known = set[str]()
     for source in sources:
         with suppress(UserError):  # the rows were moved or deleted
             known |= {fold(one.text).strip() for one in read_questions(source, base=base)}
