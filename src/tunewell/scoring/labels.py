@@ -17,10 +17,9 @@ class Labels(Scorer):
     """Exact labels. Spellings that differ in case, spaces, `_` and `-` are one label."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
-        counts = Counter(row.reference.strip() for row in [*training, *asked] if row.reference.strip())
-        self.labels: dict[str, str] = {}
-        for text, _ in counts.most_common():
-            self.labels.setdefault(fold_label(text), text)
+        counts = Counter(row.reference.strip() for row in [*training, *asked])
+        # The most frequent spelling of a label is last, and so is kept.
+        self.labels = {fold_label(text): text for text, _ in reversed(counts.most_common()) if text}
         self._accepted = [[fold_label(text) for text in (row.reference, *row.answers) if text.strip()] for row in asked]
         self.expected = [self.labels.get(accepted[0], "") if accepted else "" for accepted in self._accepted]
         listed = "\n".join(sorted(self.labels.values()))
