@@ -76,12 +76,11 @@ def column_of(report: Report, name: str, *, settings: Mapping[str, Any], **more:
 
 
 def _metrics(report: Report) -> dict[str, float | None]:
-    counts = report.tuned_tally
     found = {
         "held-out loss": report.held_out and report.held_out.tuned,
         "everyday loss": report.everyday and report.everyday.tuned,
     }
-    if counts is not None:
+    if (counts := report.tuned_tally) is not None:
         num_faulty = sum(bool(question.tuned.faults) for question in report.exchanges)
         found["right"] = counts.right / counts.judged if counts.judged else None
         found |= {"F1": counts.f1, "faulty answers": num_faulty / counts.asked if counts.asked else None}
@@ -283,9 +282,8 @@ def _counts(column: Column, common: Sequence[Hashable]) -> ColumnCounts:
 
 def _rows(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return a row for each name that has a value in some table."""
-    names = dict.fromkeys(name for table in tables for name in table)
-    rows = [Row(name, [table.get(name) for table in tables]) for name in names]
-    return [row for row in rows if any(value is not None for value in row.values)]
+    names = dict.fromkeys(name for table in tables for name, value in table.items() if value is not None)
+    return [Row(name, [table.get(name) for table in tables]) for name in names]
 
 
 def _differing(tables: Sequence[Mapping[str, Any]]) -> list[Row]:

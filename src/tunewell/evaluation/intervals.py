@@ -179,7 +179,8 @@ def difference_interval(
     if tested is not None and (not tested.low <= 0 <= tested.high or (sums != 0).sum() >= _FEW_DIFFERENT):
         return tested
     hybrid = _hybrid_interval(this, other, clusters)
-    return hybrid if tested is None else Interval(min(tested.low, hybrid.low), max(tested.high, hybrid.high))
+    low, high = tested or hybrid
+    return Interval(min(low, hybrid.low), max(high, hybrid.high))
 
 
 def _cluster_sums(values: Values, clusters: Sequence[int]) -> tuple[Values, Values]:

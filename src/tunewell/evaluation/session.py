@@ -335,8 +335,8 @@ class EvaluationSession:
             min_right = self.rules.min_right
         answered = self._answered(self.questions, model, base, tuned) if self.questions and tuned.answers else {}
         everyday = loss_pair("everyday text", base.everyday, tuned.everyday)
-        texts = [[model.decode(one.ids).strip() for one in outputs.ordinary] for outputs in (base, tuned)]
-        ordinary = ordinary_answers(*texts) if tuned.ordinary else []
+        before, now = ([model.decode(one.ids).strip() for one in outputs.ordinary] for outputs in (base, tuned))
+        ordinary = ordinary_answers(before, now) if now else []
         outcome = EverydayOutcome(everyday, ordinary, model.tokenizer.vocab_size)
         measured = Measurements(
             **_training_settings(self.ref, provenance["ledger"]),

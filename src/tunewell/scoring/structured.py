@@ -81,6 +81,7 @@ class Json(Scorer):
     """JSON objects or lists, field by field."""
 
     noun = "fields"
+    ask = "Answer with a JSON object only. These are its possible fields"
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
         self._references = [self._fields(row.reference) for row in asked]
@@ -89,10 +90,8 @@ class Json(Scorer):
         ]
         seen = (self._fields(row.reference) or {} for row in training)
         names = Counter(name for fields in seen for name in dict.fromkeys(map(self._name, fields)))
-        self.hint = self._hint([name for name, _ in names.most_common(_MAX_FIELDS)])
-
-    def _hint(self, names: Sequence[str]) -> str:
-        return f"Answer with a JSON object only. These are its possible fields: {', '.join(names)}." if names else ""
+        listed = ", ".join(name for name, _ in names.most_common(_MAX_FIELDS))
+        self.hint = f"{self.ask}: {listed}." if listed else ""
 
     def _fields(self, text: str) -> dict[str, str] | None:
         """Return the fields of a text; None if it has not the form of the task."""
@@ -134,14 +133,7 @@ class Tools(Json):
     """Tool calls: the name and the arguments of each call, in any order of the calls."""
 
     noun = "names and arguments"
-
-    def _hint(self, names: Sequence[str]) -> str:
-        return (
-            'Answer with a tool call only, as {"name": ..., "arguments": {...}}. '
-            f"These are the tools with their arguments: {', '.join(names)}."
-            if names
-            else ""
-        )
+    ask = 'Answer with a tool call only, as {"name": ..., "arguments": {...}}. These are the tools with their arguments'
 
     def _fields(self, text: str) -> dict[str, str] | None:
         calls = parse_calls(text)

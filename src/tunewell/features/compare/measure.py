@@ -108,14 +108,14 @@ def _ask(
     model: Answerer, keys: Sequence[AnswerKey], shown: Sequence[Shown], progress: ProgressListener
 ) -> tuple[list[str], list[int], Replies]:
     """Return the answers and how many passages the model read. A question that the search refuses is not asked."""
-    messages, num_shown = dict[int, str](), [0] * len(shown)
-    for index, (key, own) in enumerate(zip(keys, shown, strict=True)):
-        if not own.is_refused and own.passages:
-            fitting = fit(key.question, own.passages, model.fits)
-            messages[index], num_shown[index] = reading_prompt(key.question, fitting), len(fitting)
-    replies = model.answer(list(messages.values()), progress) if messages else Replies([], [], [], 0.0)
-    texts = dict(zip(messages, replies.texts, strict=True))
-    return [texts.get(index, NOT_FOUND) for index in range(len(shown))], num_shown, replies
+    fitting = [
+        [] if one.is_refused or not one.passages else fit(key.question, one.passages, model.fits)
+        for key, one in zip(keys, shown, strict=True)
+    ]
+    messages = [reading_prompt(key.question, part) for key, part in zip(keys, fitting, strict=True) if part]
+    replies = model.answer(messages, progress) if messages else Replies([], [], [], 0.0)
+    texts = iter(replies.texts)
+    return [next(texts) if part else NOT_FOUND for part in fitting], [len(part) for part in fitting], replies
 
 
 def _judged(text: str, exam: Exam, index: int) -> Score:
