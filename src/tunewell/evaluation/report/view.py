@@ -55,9 +55,9 @@ def perplexity(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return loss(value)
     power = math.exp(value) if value < 700 else math.inf
-    if power < 100:
-        return f"{power:.2f}"
-    return f"{power:,.0f}" if power < 1e6 else f"{power:.1e}" if power < math.inf else "over 1e304"
+    if power == math.inf:
+        return "over 1e304"
+    return f"{power:.2f}" if power < 100 else f"{power:,.0f}" if power < 1e6 else f"{power:.1e}"
 
 
 def nonfinite_text(value: float) -> str:

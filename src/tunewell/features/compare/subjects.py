@@ -45,10 +45,8 @@ class ColumnSession:
 
     def __init__(self, exam: Exam, indexes: list[SearchedIndex], *, device: str, progress: ProgressListener) -> None:
         self.exam, self.indexes, self.progress = exam, indexes, progress
-        self.device, self.notes = device, list[str]()
-        self._bases: dict[str, str] = {}
-        prices = exam.ref.loaded.config.plan.prices if exam.ref is not None else {}
-        self._price = prices.get("here")
+        self.device, self.notes, self._bases = device, list[str](), dict[str, str]()
+        self._price = exam.ref.loaded.config.plan.prices.get("here") if exam.ref is not None else None
 
     def columns(self, subject: Subject) -> Iterator[Column]:
         """Yield the columns of a subject: its base model, unless it is measured already, and itself."""
@@ -78,19 +76,15 @@ class ColumnSession:
         model.unload()
 
     def _has_tokens_of_exam(self, ref: ModelRef) -> bool:
-        asked = self.exam.ref
-        if asked is ref:
-            return True
-        if asked is None or asked.plan is None or ref.plan is None:
-            return False
-        own, others = ((plan.tokenizer_sha256, plan.template_sha256s) for plan in (ref.plan, asked.plan))
-        return own == others
+        own, other = ref.plan, self.exam.ref.plan if self.exam.ref is not None else None
+        if own is None or other is None:
+            return self.exam.ref is ref
+        return (own.tokenizer_sha256, own.template_sha256s) == (other.tokenizer_sha256, other.template_sha256s)
 
     def _answerer(self, model: ChatModel, runtime: Any) -> Answerer:
         sources = model.ref.loaded.config.data.sources
-        return ModelAnswerer(
-            model, runtime, length=self.exam.answer_tokens, system=sources[0].system if sources else None
-        )
+        system = sources[0].system if sources else None
+        return ModelAnswerer(model, runtime, length=self.exam.answer_tokens, system=system)
 
     def _asked(
         self,
