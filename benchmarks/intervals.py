@@ -64,9 +64,9 @@ def simulate(
                 "sign-flip": pair.is_shown,
                 "sign test": sign_flip_p(difference, range(len(first))) <= LEVEL,
                 "six pairs, Holm": min(holm([compare_pair(*pair, case.clusters).p for pair in pairs])) <= LEVEL,
-                "difference covered": pair.interval.low - 1e-9 <= gap <= pair.interval.high + 1e-9,
+                "difference covered": pair.low - 1e-9 <= gap <= pair.high + 1e-9,
                 "share covered": share.low <= case.share <= share.high,
-                "width": pair.interval.high - pair.interval.low,
+                "width": pair.high - pair.low,
             }
         )
     return found

@@ -85,7 +85,7 @@ def test_accepted_answers_of_a_row_come_before_the_reference():
     row = ReferenceRow("When?", "The deadline is 15 January.", ("mid-January", "15 January"), "answers")
     found = answer_keys([row])[0]
     assert (found.text, found.origin) == ("mid-January | 15 January", "answers")
-    assert judge("In mid-January.", found).is_right and judge("15 Jan", found).is_right
+    assert judge("In mid-January.", found).right and judge("15 Jan", found).right
 
 
 def test_a_value_that_many_references_share_is_still_the_key():
@@ -101,7 +101,7 @@ def test_a_value_that_many_references_share_is_still_the_key():
 def test_a_long_reference_has_no_key():
     """Guards free texts, which cannot be right or wrong."""
     found = answer_keys([ReferenceRow("Tell me a story.", "Once upon a time " * 20)])[0]
-    assert not found.is_judged and judge("Once upon a time", found).is_right is None
+    assert not found.is_judged and judge("Once upon a time", found).right is None
 
 
 def test_a_free_sentence_is_compared_as_a_whole():
@@ -114,8 +114,8 @@ def test_a_free_sentence_is_compared_as_a_whole():
 def test_a_reference_that_refuses_is_answered_right_by_a_refusal():
     """Guards open-book rows whose passage is missing."""
     found = answer_keys([ReferenceRow("When was it founded?", "Not in the documents.")])[0]
-    assert found.is_refusal and judge("The documents do not say.", found).is_right
-    assert judge("In 1871.", found).is_right is False
+    assert found.is_refusal and judge("The documents do not say.", found).right
+    assert judge("In 1871.", found).right is False
     fact = answer_keys([ReferenceRow("Are books included?", "Books are not included in the tuition.")])[0]
     assert not fact.is_refusal
     policy = answer_keys([ReferenceRow("Can I get a refund?", "We cannot provide refunds after 30 days.")])[0]
@@ -210,13 +210,13 @@ JUDGED = [
 )
 def test_an_answer_is_right_if_it_states_the_key_and_nothing_else(expected, answer, is_right):
     """Guards spellings of values, negation, alternatives, and numbers inside other numbers."""
-    assert judge(answer, expected).is_right is is_right, judge(answer, expected).because
+    assert judge(answer, expected).right is is_right, judge(answer, expected).because
 
 
 @pytest.mark.parametrize("text", ["Deadlines: 15 January, 3 March and 5 May.", "Apply by 15 January or 3 March."])
 def test_a_passage_that_lists_several_values_contains_each_of_them(text):
     """Guards search misses and open-book rows: the rule for answers that do not choose was applied to documents."""
-    assert contains_key(text, DATE) and not judge(text, DATE).is_right
+    assert contains_key(text, DATE) and not judge(text, DATE).right
     assert not contains_key(text, key("4 March"))
 
 
@@ -232,7 +232,7 @@ REFUSALS = [
 def test_a_refusal_is_neither_right_nor_wrong(text):
     """Guards the count of refusals in the commonest languages."""
     found = judge(text, DATE)
-    assert is_refusal(text) and found.is_refusal and found.is_right is False and not found.is_wrong
+    assert is_refusal(text) and found.is_refusal and found.right is False and not found.is_wrong
 
 
 @pytest.mark.parametrize("text", ["I'm not sure, but I think 3 March.", "It is 3 March.", "No, that is wrong."])
@@ -295,7 +295,7 @@ def test_derived_keys_judge_realistic_answers_as_the_true_values_do():
         derived.question: (derived, value) for derived, value in zip(answer_keys(rows), answer_keys(given), strict=True)
     }
     found = [
-        (*(judge(answer, one).is_right for one in keys[row["instruction"]]), is_right)
+        (*(judge(answer, one).right for one in keys[row["instruction"]]), is_right)
         for row, _, answer, is_right in college_answers()
     ]
     assert len(found) > 1000
@@ -319,7 +319,7 @@ def test_the_results_of_gsm8k_are_read_and_judged():
             (f"It is {number + 1:g}.", False),
             ("I don't know.", False),
         ]
-        num_wrong += sum(judge(text, found).is_right is not is_right for text, is_right in answers)
+        num_wrong += sum(judge(text, found).right is not is_right for text, is_right in answers)
     assert num_wrong <= 0.005 * 6 * len(rows)
 
 
@@ -333,6 +333,6 @@ def test_the_decisions_of_pubmedqa_are_judged():
     for one, *found in zip(studies, answer_keys(given), strict=True):
         for word in ("yes", "no", "maybe"):
             answers = [shape.format(word.title()) for shape in shapes]
-            assert {judge(text, found[0]).is_right for text in answers} == {word == one["final_decision"]}
+            assert {judge(text, found[0]).right for text in answers} == {word == one["final_decision"]}
     agree = [found.text == one["final_decision"] for found, one in zip(answer_keys(told), studies, strict=True)]
     assert sum(agree) >= 0.99 * len(agree)

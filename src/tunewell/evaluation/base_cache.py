@@ -8,7 +8,7 @@ settings. Only token ids and numbers are stored.
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,6 +53,10 @@ class BaseQuestions:
     batch_size: int | None
 
 
+_LOSSES, _ANSWERS = ("held_out", "everyday"), ("answers", "hinted", "ordinary")
+"""The fields of `ModelOutputs` with losses, and those with answers."""
+
+
 class BaseCache:
     """The stored outputs of one base model for one set of questions."""
 
@@ -75,9 +79,6 @@ class BaseCache:
             "versions": {"tunewell": __version__, **installed_versions(_PACKAGES)},
             "code": _code_stamp(),
             "questions": _digest(questions),
-            "stop_ids": list(questions.stop_ids),
-            "answer_tokens": questions.answer_tokens,
-            "batch_size": questions.batch_size,
         }
         return cls(_CACHE.path(settings))
 
@@ -88,16 +89,13 @@ class BaseCache:
         try:
             with open_file(self._path) as stored, np.load(stored, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-            outputs = ModelOutputs(
-                held_out=_losses(arrays, "held_out"),
-                everyday=_losses(arrays, "everyday"),
-                answers=_answers(arrays, "answers"),
-                hinted=_answers(arrays, "hinted"),
-                ordinary=_answers(arrays, "ordinary"),
-                logits=arrays.get("logits"),
-            )
+            outputs = ModelOutputs(logits=arrays.get("logits"))
+            for name in _LOSSES:
+                setattr(outputs, name, _losses(arrays, name))
+            for name in _ANSWERS:
+                setattr(outputs, name, [Generated(*one) for one in json.loads(str(arrays[name]))])
             made_at = datetime.fromtimestamp(self._path.stat().st_mtime, UTC).isoformat(timespec="seconds")
-        except (OSError, ValueError, KeyError, EOFError, IndexError, BadZipFile):
+        except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile):
             return None
         return outputs, made_at
 
@@ -105,36 +103,21 @@ class BaseCache:
         """Store outputs. A full disk is no error: they are measured again next time."""
         if self._path is None or outputs.everyday is None:
             return
-        arrays: dict[str, Any] = {}
-        for name, losses in (("held_out", outputs.held_out), ("everyday", outputs.everyday)):
-            if losses is not None:
-                parts = (("documents", losses.documents), ("sums", losses.sums), ("tokens", losses.tokens))
-                arrays |= {f"{name}.{part}": value for part, value in parts}
-        if outputs.logits is not None:
-            arrays["logits"] = outputs.logits
-        for name in ("answers", "hinted", "ordinary"):
-            answers: list[Generated] = getattr(outputs, name)
-            ids = [token for answer in answers for token in answer.ids]
-            arrays[f"{name}.ids"] = np.asarray(ids, dtype=np.int64)
-            arrays[f"{name}.lengths"] = np.asarray([len(answer.ids) for answer in answers], dtype=np.int64)
-            arrays[f"{name}.ended"] = np.asarray([answer.ended for answer in answers], dtype=bool)
+        arrays: dict[str, Any] = {} if outputs.logits is None else {"logits": outputs.logits}
+        for name in _LOSSES:
+            losses: DocumentLosses | None = getattr(outputs, name)
+            arrays |= {f"{name}.{part}": array for part, array in vars(losses).items()} if losses else {}
+        for name in _ANSWERS:
+            answers = [(answer.ids, answer.ended) for answer in getattr(outputs, name)]
+            arrays[name] = json.dumps(answers, default=int)
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
         _CACHE.write(self._path.stem, buffer.getvalue())
 
 
 def _losses(arrays: dict[str, Any], name: str) -> DocumentLosses | None:
-    if f"{name}.sums" not in arrays:
-        return None
-    return DocumentLosses(arrays[f"{name}.documents"], arrays[f"{name}.sums"], arrays[f"{name}.tokens"])
-
-
-def _answers(arrays: dict[str, Any], name: str) -> list[Generated]:
-    ends = np.cumsum(arrays[f"{name}.lengths"]).tolist()
-    starts = [0, *ends[:-1]]
-    ids = arrays[f"{name}.ids"].tolist()
-    ended = arrays[f"{name}.ended"].tolist()
-    return [Generated(ids[start:end], has_ended) for start, end, has_ended in zip(starts, ends, ended, strict=False)]
+    parts = {key.partition(".")[2]: array for key, array in arrays.items() if key.startswith(f"{name}.")}
+    return DocumentLosses(**parts) if parts else None
 
 
 def _weights(model: ChatModel) -> list[Any] | None:
@@ -153,19 +136,14 @@ def _weights(model: ChatModel) -> list[Any] | None:
 def _digest(questions: BaseQuestions) -> str:
     digest = hashlib.sha256()
     for split, most in ((questions.split, questions.max_documents), (questions.everyday, None)):
-        for ids, labels in _documents(split, most):
-            digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
+        if split is not None:
+            for index in spread_evenly(len(split), most).tolist():
+                ids, labels = split.arrays(index)
+                digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
         digest.update(b"end of a split")
-    for prompts in (questions.prompts, questions.hinted, questions.ordinary):
-        digest.update(json.dumps([[int(token) for token in prompt] for prompt in prompts]).encode())
-    digest.update(str(questions.num_compared).encode())
+    others = {name: value for name, value in vars(questions).items() if name not in ("split", "everyday")}
+    digest.update(json.dumps(others, default=int).encode())
     return digest.hexdigest()
-
-
-def _documents(split: TokenizedDocuments | None, most: int | None) -> Iterator[tuple[Any, Any]]:
-    if split is not None:
-        for index in spread_evenly(len(split), most):
-            yield split.arrays(int(index))
 
 
 def _code_stamp() -> str:

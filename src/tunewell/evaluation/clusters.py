@@ -9,8 +9,8 @@ What is Alderhollow known for?                  Its food chemistry.             
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
-from tunewell.core.text import fold, function_words, split_words
-from tunewell.scoring.answer_keys import AnswerKey, split_tokens
+from tunewell.core.text import split_words
+from tunewell.scoring.answer_keys import AnswerKey, content_words
 
 _SHARED_CONTENT = 0.6
 """Share of the shorter question's content words that two questions with the same reference must have in common, to be
@@ -27,19 +27,16 @@ def find_clusters(keys: Sequence[AnswerKey], *, pages: Sequence[Hashable | None]
     Questions are in one cluster if they have the same page, or the same reference and either name its subject or are
     similar.
     """
-    parents = list(range(len(keys)))
-
-    def root(index: int) -> int:
-        while parents[index] != index:
-            parents[index] = parents[parents[index]]
-            index = parents[index]
-        return index
-
-    for first, second in _related(keys, pages):
-        low, high = sorted((root(first), root(second)))
-        parents[high] = low
+    clusters = list(range(len(keys)))
+    members = {index: [index] for index in clusters}
+    for pair in _related(keys, pages):
+        low, high = sorted(clusters[index] for index in pair)
+        if low != high:
+            members[low] += members[high]
+            for index in members.pop(high):
+                clusters[index] = low
     numbers: dict[int, int] = {}
-    return [numbers.setdefault(root(index), len(numbers)) for index in range(len(keys))]
+    return [numbers.setdefault(cluster, len(numbers)) for cluster in clusters]
 
 
 def _related(keys: Sequence[AnswerKey], pages: Sequence[Hashable | None]) -> Iterator[tuple[int, int]]:
@@ -48,14 +45,12 @@ def _related(keys: Sequence[AnswerKey], pages: Sequence[Hashable | None]) -> Ite
     for index, page in enumerate(pages):
         if page is not None and page != "":
             yield first_of_page.setdefault(page, index), index
-    by_reference: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    by_reference = defaultdict[tuple[str, ...], list[int]](list)
     for index, key in enumerate(keys):
         by_reference[tuple(split_words(key.reference or key.text))].append(index)
     questions = [_content(key.question) for key in keys]
     subjects = _subjects([keys[same[0]] for same in by_reference.values()])
     for same, subject in zip(by_reference.values(), subjects, strict=True):
-        if len(same) < 2:
-            continue
         named = [index for index in same if questions[index] & subject]
         yield from ((named[0], other) for other in named[1:])
         yield from _similar_questions([(index, questions[index]) for index in same])
@@ -77,7 +72,7 @@ def _similar_questions(questions: list[tuple[int, frozenset[str]]]) -> Iterator[
     frequencies = Counter(word for _, content in questions for word in content)
     limit = min(max(_MIN_FREQUENT, len(questions) // 5), _MAX_FREQUENT)
     words = {index: {word for word in content if frequencies[word] <= limit} for index, content in questions}
-    by_word: defaultdict[str, list[int]] = defaultdict(list)
+    by_word = defaultdict[str, list[int]](list)
     for index, content in words.items():
         counts = Counter(other for word in content for other in by_word[word])
         for word in content:
@@ -89,6 +84,4 @@ def _similar_questions(questions: list[tuple[int, frozenset[str]]]) -> Iterator[
 
 def _content(text: str) -> frozenset[str]:
     """Return the content words of a text."""
-    common = function_words()["en"]
-    tokens = split_tokens(text)
-    return frozenset(token.word for token in tokens if fold(token.text) not in common and len(token.word) > 2)
+    return frozenset(word for word in content_words(text) if len(word) > 2)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from tunewell.evaluation.intervals import LEVEL, PairedDifference, compare_pair, holm, share_interval
+from tunewell.evaluation.intervals import LEVEL, Difference, compare_pair, holm, share_interval
 from tunewell.evaluation.measurements import cluster_numbers
 from tunewell.records.events import plain
 from tunewell.records.report import Report
@@ -76,22 +76,21 @@ def column_of(report: Report, name: str, *, settings: Mapping[str, Any], **more:
 
 
 def _metrics(report: Report) -> dict[str, float | None]:
-    counts = report.tuned_tally
-    num_faulty = sum(bool(question.tuned.faults) for question in report.exchanges)
-    return {
+    found = {
         "held-out loss": report.held_out and report.held_out.tuned,
         "everyday loss": report.everyday and report.everyday.tuned,
-        "right": counts.right / counts.judged if counts and counts.judged else None,
-        "F1": counts and counts.f1,
-        "faulty answers": num_faulty / counts.asked if counts and counts.asked else None,
     }
+    if (counts := report.tuned_tally) is not None:
+        num_faulty = sum(bool(question.tuned.faults) for question in report.exchanges)
+        found["right"] = counts.right / counts.judged if counts.judged else None
+        found |= {"F1": counts.f1, "faulty answers": num_faulty / counts.asked if counts.asked else None}
+    return found
 
 
 def _data_facts(report: Report) -> dict[str, Any]:
     """Return hashes and row counts of the data of a report."""
     data: dict[str, Any] = {name: digest for name, digest in report.hashes.items() if "safetensors" not in name}
-    counts = report.ledger
-    if counts is not None:
+    if (counts := report.ledger) is not None:
         data |= {"rows": counts.rows, "documents": counts.documents, "held out": counts.held_out}
         data |= {f"dropped: {name}": number for name, number in counts.dropped.items()}
         data |= {f"source {source['name']}": source["rows"] for source in counts.sources}
@@ -102,10 +101,8 @@ def flat_settings(tree: Mapping[str, Any], front: str = "") -> dict[str, Any]:
     """Return a config tree by dotted keys."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat_settings(value, f"{front}{key}.")
-        else:
-            found[f"{front}{key}"] = value
+        path = f"{front}{key}"
+        found |= flat_settings(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return found
 
 
@@ -161,29 +158,12 @@ class ChangedAnswer:
         ]
 
 
-@dataclass(frozen=True)
-class ColumnDifference:
-    """How much more often one column is right than another, on the questions that both were asked."""
+@dataclass(frozen=True, kw_only=True)
+class ColumnDifference(Difference):
+    """How much more often the second column is right than the first, on the questions that both were asked."""
 
-    first: str
-    second: str
-    difference: float = 0.0
-    """Share of right answers of the second minus that of the first."""
-    low: float = -1.0
-    high: float = 1.0
-    """95% interval of the difference. Questions on one fact count as one observation."""
-    p: float = 1.0
-    became_right: int = 0
-    became_wrong: int = 0
-    num_questions: int = 0
-    num_clusters: int = 0
-    more_questions: int | None = None
-    """Estimated number of additional questions that would show a difference of this size."""
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the columns differ by more than chance explains."""
-        return self.p <= LEVEL
+    became_right: int
+    became_wrong: int
 
 
 @dataclass(frozen=True)
@@ -242,9 +222,14 @@ def compare_columns(
 
     Each later column is compared with the first; with `has_all_pairs`, all pairs are compared.
     """
-    common = _common(columns)
-    changed = [key for key in common if len({column.answers[key].text for column in columns}) > 1]
-    changed.sort(key=lambda key: len({column.answers[key].right for column in columns}) == 1)
+    rows = {
+        key: [column.answers[key] for column in columns]
+        for key in columns[0].answers
+        if all(key in column.answers for column in columns)
+    }
+    common = list(rows)
+    changed = [key for key in common if len({one.text for one in rows[key]}) > 1]
+    changed.sort(key=lambda key: len({one.right for one in rows[key]}) == 1)
     pairs = list(combinations(columns, 2)) if has_all_pairs else [(columns[0], column) for column in columns[1:]]
     return ColumnComparison(
         names=[column.name for column in columns],
@@ -258,9 +243,9 @@ def compare_columns(
         changed=[
             ChangedAnswer(
                 *columns[0].questions[key],
-                answers=[column.answers[key].text for column in columns],
-                right=[column.answers[key].right for column in columns],
-                refused=[column.answers[key].refused for column in columns],
+                answers=[one.text for one in rows[key]],
+                right=[one.right for one in rows[key]],
+                refused=[one.refused for one in rows[key]],
             )
             for key in changed[:MAX_CHANGES]
         ],
@@ -272,18 +257,14 @@ def compare_columns(
     )
 
 
-def _common(columns: Sequence[Column]) -> list[Hashable]:
-    return [key for key in columns[0].answers if all(key in column.answers for column in columns)]
-
-
 def _counts(column: Column, common: Sequence[Hashable]) -> ColumnCounts:
     judged = [key for key in common if column.answers[key].right is not None]
     answers = [column.answers[key] for key in judged]
-    right = [answer.right is True for answer in answers]
+    right = [bool(answer.right) for answer in answers]
     refused = sum(answer.refused and not answer.right for answer in answers)
-    located = [answer for answer in answers if answer.has_passage is not None]
-    misses = [answer for answer in located if not answer.right]
-    num_search = sum(not answer.has_passage for answer in misses)
+    # Without an index, no answer has a passage.
+    misses = [answer.has_passage for answer in answers if answer.has_passage is not None and not answer.right]
+    is_located = any(answer.has_passage is not None for answer in answers)
     low, high = share_interval(right, [column.clusters.get(key, index) for index, key in enumerate(judged)])
     return ColumnCounts(
         judged=len(judged),
@@ -292,18 +273,17 @@ def _counts(column: Column, common: Sequence[Hashable]) -> ColumnCounts:
         refused=refused,
         low=low,
         high=high,
-        search_misses=num_search if located else None,
-        reading_misses=len(misses) - num_search if located else None,
-        invented=column.invented[0] if column.invented else None,
-        num_removed=column.invented[1] if column.invented else None,
+        search_misses=misses.count(False) if is_located else None,
+        reading_misses=misses.count(True) if is_located else None,
+        invented=column.invented and column.invented[0],
+        num_removed=column.invented and column.invented[1],
     )
 
 
 def _rows(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return a row for each name that has a value in some table."""
-    names = dict.fromkeys(name for table in tables for name in table)
-    rows = [Row(name, [table.get(name) for table in tables]) for name in names]
-    return [row for row in rows if any(value is not None for value in row.values)]
+    names = dict.fromkeys(name for table in tables for name, value in table.items() if value is not None)
+    return [Row(name, [table.get(name) for table in tables]) for name in names]
 
 
 def _differing(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -311,36 +291,17 @@ def _differing(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [row for row in rows if any(value != row.values[0] for value in row.values)]
 
 
-def _paired(first: Column, second: Column, common: Sequence[Hashable]) -> PairedDifference:
+def _difference(first: Column, second: Column, common: Sequence[Hashable]) -> ColumnDifference:
     """Return the share of right answers of the second column minus that of the first."""
     judged = [key for key in common if None not in (first.answers[key].right, second.answers[key].right)]
     before, now = ([bool(column.answers[key].right) for key in judged] for column in (first, second))
     clusters = [second.clusters.get(key, index) for index, key in enumerate(judged)]
-    return compare_pair(now, before, clusters, names=(second.name, first.name))
-
-
-def _difference(first: Column, second: Column, common: Sequence[Hashable]) -> ColumnDifference:
-    found = _paired(first, second, common)
-    pairs = [(first.answers[key].right, second.answers[key].right) for key in common]
-    return ColumnDifference(
-        first=first.name,
-        second=second.name,
-        difference=found.difference,
-        low=found.interval.low,
-        high=found.interval.high,
-        p=found.p,
-        became_right=pairs.count((False, True)),
-        became_wrong=pairs.count((True, False)),
-        num_questions=found.num_questions,
-        num_clusters=found.num_clusters,
-        more_questions=found.more_questions,
-    )
+    pairs = list(zip(before, now, strict=True))
+    found: dict[str, Any] = {**vars(compare_pair(now, before, clusters)), "first": first.name, "second": second.name}
+    return ColumnDifference(**found, became_right=pairs.count((False, True)), became_wrong=pairs.count((True, False)))
 
 
 def _adjusted(differences: list[ColumnDifference]) -> list[ColumnDifference]:
     """Return the differences with p-values adjusted for their number (Holm)."""
-    adjusted = holm([one.p for one in differences])
-    return [
-        replace(one, p=p, more_questions=one.more_questions if p > LEVEL else None)
-        for one, p in zip(differences, adjusted, strict=True)
-    ]
+    adjusted = zip(differences, holm([one.p for one in differences]), strict=True)
+    return [replace(one, p=p, more_questions=one.more_questions if p > LEVEL else None) for one, p in adjusted]

@@ -10,13 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.text import detect_language, fold, split_words
 from tunewell.core.units import percent
 from tunewell.evaluation.intervals import compare_pair
+from tunewell.evaluation.tables import read_table
 from tunewell.records.report import Forgotten, LossPair, OrdinaryAnswer
 from tunewell.scoring.base import without_thinking
 from tunewell.scoring.matching import is_refusal
@@ -32,7 +32,7 @@ _USUAL_VOCABULARY = 32_000
 
 def everyday_texts() -> list[str]:
     """Return text passages of many kinds, mostly in English, some in German, French and Spanish."""
-    return [row["text"] for row in _rows("everyday.jsonl")]
+    return [row["text"] for row in read_table("everyday.jsonl")]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Instruction:
 
     ask: str
     kind: str = "instruction"
-    any: tuple[str, ...] = ()
-    """Words or phrases, at least one of which must occur."""
-    all: tuple[str, ...] = ()
-    words: tuple[int, int] = (1, 10_000)
-    """Minimum and maximum number of words."""
+    any: Sequence[str] = ()
+    """Words of which one must occur."""
+    all: Sequence[str] = ()
+    words: Sequence[int] = (1, 10_000)
+    """Fewest and most words."""
     items: int = 0
     """Minimum number of items: lines, or parts between commas."""
     pattern: str = ""
@@ -56,19 +56,22 @@ class Instruction:
     def is_followed(self, answer: str) -> bool:
         """Return True if an answer follows the instruction."""
         text = without_thinking(answer)
-        words, folded = split_words(text), fold(text)
-        spaced = f" {' '.join(words)} "
+        spaced = _spaced(text)
+        num_items = max(sum(map(bool, map(str.strip, text.splitlines()))), text.count(",") + 1)
         checks = (
-            self.words[0] <= len(words) <= self.words[1],
-            not self.any or any(f" {' '.join(split_words(one))} " in spaced for one in self.any),
-            all(f" {' '.join(split_words(one))} " in spaced for one in self.all),
-            not self.items
-            or max(len([line for line in text.splitlines() if line.strip()]), text.count(",") + 1) >= self.items,
-            not self.pattern or re.search(self.pattern, folded) is not None,
+            self.words[0] <= len(spaced.split()) <= self.words[1],
+            not self.any or any(_spaced(one) in spaced for one in self.any),
+            all(_spaced(one) in spaced for one in self.all),
+            num_items >= self.items,
+            re.search(self.pattern, fold(text)) is not None,
             not self.language or detect_language(text) == self.language,
             not self.is_json or _is_json(text),
         )
         return all(checks) and replies(text)
+
+
+def _spaced(text: str) -> str:
+    return f" {' '.join(split_words(text))} "
 
 
 def _is_json(text: str) -> bool:
@@ -95,35 +98,18 @@ _REFUSES = re.compile(
 @cache
 def instructions() -> tuple[Instruction, ...]:
     """Return the everyday instructions and greetings."""
-    found = list[Instruction]()
-    for row in _rows("instructions.jsonl"):
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-        found.append(Instruction(**fields))
-    return tuple(found)
-
-
-def _rows(name: str) -> list[dict[str, Any]]:
-    lines = files("tunewell.evaluation").joinpath(name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.strip()]
+    return tuple(Instruction(**row) for row in read_table("instructions.jsonl"))
 
 
 def ordinary_answers(base: Sequence[str], tuned: Sequence[str]) -> list[OrdinaryAnswer]:
     """Return the checked answers of both models; `base` may be empty. The most changed ones come first."""
     found = []
     for index, (asked, answer) in enumerate(zip(instructions(), tuned, strict=True)):
-        before = base[index] if base else None
-        found.append(
-            OrdinaryAnswer(
-                question=asked.ask,
-                kind="greeting" if asked.kind == "greeting" else "instruction",
-                base=before or "",
-                tuned=answer,
-                base_right=None if before is None else asked.is_followed(before),
-                tuned_right=asked.is_followed(answer),
-                base_replies=None if before is None else replies(without_thinking(before)),
-                tuned_replies=replies(without_thinking(answer)),
-            )
-        )
+        fields: dict[str, Any] = {"question": asked.ask, "kind": asked.kind}
+        for name, text in (("base", base[index]), ("tuned", answer)) if base else (("tuned", answer),):
+            is_reply = replies(without_thinking(text))
+            fields |= {name: text, f"{name}_right": asked.is_followed(text), f"{name}_replies": is_reply}
+        found.append(OrdinaryAnswer(**fields))
     return sorted(found, key=_is_unchanged)
 
 
@@ -164,15 +150,15 @@ def measure_forgetting(found: EverydayOutcome, rules: VerdictRules) -> list[Forg
             )
         )
     if any(one.base_right is not None for one in found.answers):
-        own = [one for one in found.answers if one.kind == "instruction"]
-        followed = [bool(one.base_right) for one in own], [one.tuned_right for one in own]
-        replied = [bool(one.base_replies) for one in found.answers], [one.tuned_replies for one in found.answers]
-        results.append(_lost("everyday instructions", *followed, rules, "instructions followed"))
-        results.append(_lost("replies", *replied, rules, "questions answered, not refused"))
+        own = [(bool(one.base_right), one.tuned_right) for one in found.answers if one.kind == "instruction"]
+        replied = [(bool(one.base_replies), one.tuned_replies) for one in found.answers]
+        results.append(_lost("everyday instructions", own, rules, "instructions followed"))
+        results.append(_lost("replies", replied, rules, "questions answered, not refused"))
     return results
 
 
-def _lost(name: str, base: list[bool], tuned: list[bool], rules: VerdictRules, verb: str) -> Forgotten:
+def _lost(name: str, pairs: Sequence[tuple[bool, bool]], rules: VerdictRules, verb: str) -> Forgotten:
+    base, tuned = zip(*pairs, strict=True)
     difference = compare_pair(tuned, base, range(len(base)))
     before, now = sum(base) / len(base), sum(tuned) / len(tuned)
     is_damaged = difference.is_shown and before - now > rules.max_lost

@@ -6,7 +6,7 @@ the clusters, as found by `clusters.py`. `benchmarks/intervals.py` measures thei
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal, NamedTuple
@@ -37,14 +37,15 @@ class Interval(NamedTuple):
     high: float
 
 
-@dataclass(frozen=True)
-class PairedDifference:
-    """The difference between two systems on the same questions: mean of the first minus mean of the second."""
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The difference between two systems on the same questions, with its interval and test."""
 
     first: str
     second: str
     difference: float
-    interval: Interval
+    low: float
+    high: float
     """95% interval of the difference, not adjusted for the number of pairs."""
     p: float
     """P-value of the sign-flip test, adjusted by Holm's method if several pairs are compared."""
@@ -59,11 +60,16 @@ class PairedDifference:
         """Whether the systems differ by more than chance explains."""
         return self.p <= LEVEL
 
+
+class PairedDifference(Difference):
+    """The mean of the first system minus the mean of the second."""
+
     def describe(self) -> str:
         """Return the result in one sentence without its end."""
         if self.is_shown and self.difference:
             better, worse = (self.first, self.second) if self.difference > 0 else (self.second, self.first)
-            low, high = sorted(abs(bound) if bound * self.difference > 0 else 0.0 for bound in self.interval)
+            bounds = (self.low, self.high)
+            low, high = sorted(abs(bound) if bound * self.difference > 0 else 0.0 for bound in bounds)
             return f"{better} is better than {worse} by {100 * low:.0f} to {100 * high:.0f} percentage points"
         if self.more_questions is None:
             return "no difference shown"
@@ -79,43 +85,35 @@ def compare_pair(
 ) -> PairedDifference:
     """Compare two systems on the same questions. Values are True and False, or scores such as F1."""
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
-    sums, sizes = _cluster_sums(differences, clusters)
-    return PairedDifference(
-        *names,
-        difference=float(differences.mean()) if len(differences) else 0.0,
-        interval=difference_interval(first, second, clusters),
-        p=sign_flip_p(differences, clusters),
-        num_questions=len(differences),
-        num_clusters=len(sizes),
-        more_questions=_questions_to_tell(sums, sizes),
-    )
+    return _paired(*_cluster_sums(differences, clusters), difference_interval(first, second, clusters), names)
 
 
 def compare_sums(sums: npt.ArrayLike, sizes: npt.ArrayLike, *, names: tuple[str, str]) -> PairedDifference:
     """Compare two systems by the differences of their sums, such as losses by document, and the sizes of these."""
     sums, sizes = np.asarray(sums, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
     interval = _invert_sign_flips(sums, sizes) or Interval(-math.inf, math.inf)
+    found = _paired(sums, sizes, interval, names)
+    return replace(found, num_questions=len(sums), more_questions=_questions_to_tell(sums, np.ones(len(sums))))
+
+
+def _paired(sums: Values, sizes: Values, interval: Interval, names: tuple[str, str]) -> PairedDifference:
+    num_questions = int(sizes.sum())
     return PairedDifference(
-        *names,
-        difference=float(sums.sum() / sizes.sum()),
-        interval=interval,
+        first=names[0],
+        second=names[1],
+        difference=float(sums.sum() / num_questions) if num_questions else 0.0,
+        low=interval.low,
+        high=interval.high,
         p=sign_flip_p(sums, range(len(sums))),
-        num_questions=len(sums),
+        num_questions=num_questions,
         num_clusters=len(sums),
-        more_questions=_questions_to_tell(sums, np.ones(len(sums))),
+        more_questions=_questions_to_tell(sums, sizes),
     )
 
 
 def difference_record(found: PairedDifference) -> DifferenceRecord:
     """Return a difference as a record of the report."""
-    return DifferenceRecord(
-        difference=found.difference,
-        low=found.interval.low,
-        high=found.interval.high,
-        p=found.p,
-        more_questions=found.more_questions,
-        result=found.describe(),
-    )
+    return DifferenceRecord(**vars(found), result=found.describe())
 
 
 def sign_flip_p(
@@ -140,11 +138,9 @@ def sign_flip_p(
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values adjusted for their number by Holm's method, in the same order."""
-    adjusted, largest = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    order = np.argsort(p_values, kind="stable")
+    adjusted = np.arange(len(p_values), 0, -1) * np.asarray(p_values)[order]
+    return np.minimum(1.0, np.maximum.accumulate(adjusted))[np.argsort(order)].tolist()
 
 
 def share_interval(right: Sequence[float | bool], clusters: Sequence[int]) -> Interval:
@@ -154,17 +150,17 @@ def share_interval(right: Sequence[float | bool], clusters: Sequence[int]) -> In
         return Interval(0.0, 1.0)
     share, error = _mean_and_error(sums, sizes)
     variance = share * (1 - share)
-    effective = min(float(sizes.sum()), variance / error**2) if error > 0 else float(sizes.sum())
+    effective = min(sizes.sum(), variance / error**2) if error > 0 else sizes.sum()
     if variance <= _ROUNDING:
         # All answers are right, or all are wrong: the correlation within clusters is unknown, so assume the largest.
-        effective = float(len(sizes))
+        effective = len(sizes)
     # The variance is uncertain if few clusters contain a wrong answer, or a right one.
     num_mixed = int(min((sums > _ROUNDING).sum(), (sums < sizes - _ROUNDING).sum()))
     quantile = _t_quantile(max(4, min(len(sizes) - 1, 2 * num_mixed)))
     weight = quantile**2 / effective
     centre = (share + weight / 2) / (1 + weight)
     half = math.sqrt(variance * weight + weight**2 / 4) / (1 + weight)
-    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+    return Interval(float(max(0.0, centre - half)), float(min(1.0, centre + half)))
 
 
 def difference_interval(
@@ -183,16 +179,15 @@ def difference_interval(
     if tested is not None and (not tested.low <= 0 <= tested.high or (sums != 0).sum() >= _FEW_DIFFERENT):
         return tested
     hybrid = _hybrid_interval(this, other, clusters)
-    return hybrid if tested is None else Interval(min(tested.low, hybrid.low), max(tested.high, hybrid.high))
+    low, high = tested or hybrid
+    return Interval(min(low, hybrid.low), max(high, hybrid.high))
 
 
 def _cluster_sums(values: Values, clusters: Sequence[int]) -> tuple[Values, Values]:
     """Return the sum of the values and the number of questions of each cluster."""
     if len(values) != len(clusters):
         raise ValueError(f"{len(values)} values, but {len(clusters)} cluster numbers")
-    if not len(values):
-        return np.zeros(0), np.zeros(0)
-    _, numbers = np.unique(np.asarray(clusters), return_inverse=True)
+    _, numbers = np.unique(np.asarray(clusters, dtype=np.int64), return_inverse=True)
     return np.bincount(numbers, weights=values).astype(np.float64), np.bincount(numbers).astype(np.float64)
 
 
@@ -223,7 +218,8 @@ def _invert_sign_flips(sums: Values, sizes: Values) -> Interval | None:
     """
     signs, _ = _sign_flips(len(sums))
     kept = sizes.sum() - signs @ sizes
-    limits = np.sort(((sums.sum() - signs @ sums) / np.where(kept > _ROUNDING, kept, np.nan))[kept > _ROUNDING])
+    is_flipped = kept > _ROUNDING
+    limits = np.sort((sums.sum() - signs @ sums)[is_flipped] / kept[is_flipped])
     outside = math.floor(LEVEL / 2 * (len(limits) + 1))
     if outside < 1:
         return None
@@ -231,23 +227,20 @@ def _invert_sign_flips(sums: Values, sizes: Values) -> Interval | None:
 
 
 def _hybrid_interval(first: Values, second: Values, clusters: Sequence[int]) -> Interval:
-    bounds = [share_interval(values.tolist(), clusters) for values in (first, second)]
-    (mean, error), (other_mean, other_error) = (
-        _mean_and_error(*_cluster_sums(values, clusters)) for values in (first, second)
+    one, two = (share_interval(values.tolist(), clusters) for values in (first, second))
+    (mean, error), (other_mean, other_error), (difference, joint) = (
+        _mean_and_error(*_cluster_sums(values, clusters)) for values in (first, second, first - second)
     )
-    _, joint = _mean_and_error(*_cluster_sums(first - second, clusters))
     product = error * other_error
     correlation = (error**2 + other_error**2 - joint**2) / (2 * product) if product > 0 else 0.0
     correlation = max(-1.0, min(1.0, correlation))
 
-    def reach(one: float, two: float) -> float:
-        return math.sqrt(max(0.0, one**2 + two**2 - 2 * correlation * one * two))
+    def reach(this: float, other: float) -> float:
+        return math.sqrt(max(0.0, this**2 + other**2 - 2 * correlation * this * other))
 
-    difference = mean - other_mean
-    return Interval(
-        max(-1.0, difference - reach(mean - bounds[0].low, bounds[1].high - other_mean)),
-        min(1.0, difference + reach(bounds[0].high - mean, other_mean - bounds[1].low)),
-    )
+    low = difference - reach(mean - one.low, two.high - other_mean)
+    high = difference + reach(one.high - mean, other_mean - two.low)
+    return Interval(max(-1.0, low), min(1.0, high))
 
 
 def _questions_to_tell(sums: Values, sizes: Values) -> int | None:

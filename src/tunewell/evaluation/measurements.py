@@ -5,7 +5,6 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from tunewell.core.text import shorten_line
 from tunewell.evaluation.intervals import PairedDifference, compare_pair, share_interval
@@ -84,19 +83,17 @@ class Measurements:
 
     def num_right(self, *, of_base: bool = False) -> int:
         """Return the number of right answers of one model."""
-        answers = [one.base if of_base else one.tuned for one in self.judged]
-        return sum(answer is not None and bool(answer.right) for answer in answers)
+        answers = bases_of(self.judged) if of_base else [one.tuned for one in self.judged]
+        return sum(bool(answer.right) for answer in answers)
 
     @property
     def difference(self) -> PairedDifference | None:
         """Share of right answers of the tuned model minus that of the base model; None if there is no base model."""
-        pairs = [(one, one.base) for one in self.judged if one.base is not None]
-        if not pairs:
+        asked = [one for one in self.judged if one.base is not None]
+        if not asked:
             return None
-        tuned, base = [bool(one.tuned.right) for one, _ in pairs], [bool(answer.right) for _, answer in pairs]
-        return compare_pair(
-            tuned, base, cluster_numbers([one for one, _ in pairs]), names=("the tuned model", "the base model")
-        )
+        tuned, base = [bool(one.tuned.right) for one in asked], [bool(one.base and one.base.right) for one in asked]
+        return compare_pair(tuned, base, cluster_numbers(asked), names=("the tuned model", "the base model"))
 
     @property
     def inspect_command(self) -> str:
@@ -109,27 +106,25 @@ def cluster_numbers(questions: Sequence[AnsweredQuestion]) -> list[int]:
     return [-1 - index if each.cluster is None else each.cluster for index, each in enumerate(questions)]
 
 
+def bases_of(questions: Sequence[AnsweredQuestion]) -> list[Answer]:
+    """Return the answers of the base model."""
+    return [question.base for question in questions if question.base is not None]
+
+
 def count_answers(answers: Sequence[Answer], clusters: Sequence[int] = ()) -> AnswerCounts:
     """Return the counts of exact, right and faulty answers of one model, the mean F1, and an interval of its share."""
     judged = [
         (bool(each.right), cluster) for each, cluster in zip(answers, clusters, strict=False) if each.right is not None
     ]
     return AnswerCounts(
+        **{name: sum(bool(getattr(each, name)) for each in answers) for name in ("exact", "contains", "right")},
         asked=len(answers),
-        judged=sum(answer.right is not None for answer in answers),
-        exact=sum(answer.exact for answer in answers),
-        contains=sum(answer.contains for answer in answers),
-        right=sum(bool(answer.right) for answer in answers),
-        f1=sum(answer.f1 for answer in answers) / len(answers) if answers else 0.0,
-        faults=dict(Counter(fault for answer in answers for fault in answer.faults)),
-        refused=sum(answer.is_refusal for answer in answers),
+        judged=sum(each.right is not None for each in answers),
+        f1=sum(each.f1 for each in answers) / max(1, len(answers)),
+        faults=dict(Counter(fault for each in answers for fault in each.faults)),
+        refused=sum(each.is_refusal for each in answers),
         right_interval=share_interval(*zip(*judged, strict=True)) if judged else None,
     )
-
-
-def soften(level: Literal["WEAK", "FAIL"], num_questions: int) -> Literal["WEAK", "FAIL"]:
-    """Return the level of a reason; a FAIL based on very few questions or rows becomes WEAK."""
-    return "WEAK" if num_questions < FEW_QUESTIONS else level
 
 
 def short_loss(loss: float) -> str:

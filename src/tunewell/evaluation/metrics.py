@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import cast
 
 from tunewell.core.errors import UserError
@@ -34,10 +35,10 @@ def compute_metrics(
     results, notes = {}, []
     for name, metric in metrics.items():
         base, base_errors = _mean(metric, [(question, question.base) for question in questions if question.base])
-        tuned, tuned_errors = _mean(metric, [(question, question.tuned) for question in questions])
-        errors = [*tuned_errors, *base_errors]
+        tuned, errors = _mean(metric, [(question, question.tuned) for question in questions])
+        errors += base_errors
         results[name] = MetricResult(
-            base=base, tuned=tuned, questions=len(questions), failed=len(errors), error=errors[0] if errors else None
+            base=base, tuned=tuned, questions=len(questions), failed=len(errors), error=next(iter(errors), None)
         )
         if errors:
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -56,4 +57,4 @@ def _mean(metric: Metric, answers: Sequence[tuple[AnsweredQuestion, Answer]]) ->
             values.append(float(value))
         except (Exception, SystemExit) as error:  # noqa: BLE001  an error in the user's function must not stop the evaluation
             errors.append(f"{question.source} row {question.row}: {type(error).__name__}: {error}")
-    return (math.fsum(values) / len(values) if values else None), errors
+    return fmean(values) if values else None, errors

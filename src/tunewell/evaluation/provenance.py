@@ -81,30 +81,31 @@ def _row_counts(ref: ModelRef) -> RowCounts | None:
 
 
 def _plan(plan: Plan) -> dict[str, Chosen[Any]]:
-    fields = ((name, getattr(plan, name)) for name in type(plan).model_fields)
-    return {name: value for name, value in fields if isinstance(value, Chosen) and value.value is not None}
+    return {name: one for name, one in plan if isinstance(one, Chosen) and one.value is not None}
 
 
 def _machine(model: ChatModel) -> dict[str, str]:
     device = model.device
-    machine = {"device": device.label, "precision": model.precision}
-    if model.computed_by:
-        machine["computed by"] = model.computed_by
-    if device.memory_bytes:
-        machine["memory"] = size_bytes(device.memory_bytes)
-    if device.kind == "cpu":
-        machine["threads"] = f"{model.batch_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
-    return {**machine, "system": f"{platform.system()} {platform.machine()}"}
+    threads = f"{model.batch_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
+    machine = {
+        "device": device.label,
+        "precision": model.precision,
+        "computed by": model.computed_by,
+        "memory": size_bytes(device.memory_bytes) if device.memory_bytes else "",
+        "threads": threads if device.kind == "cpu" else "",
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    return {name: text for name, text in machine.items() if text}
 
 
 def _hashes(ref: ModelRef) -> dict[str, str]:
-    if ref.plan is None:
+    if (plan := ref.plan) is None:
         return {}
-    hashes = {"corpus": ref.plan.corpus_sha256, "tokenizer": ref.plan.tokenizer_sha256}
-    if ref.plan.template_sha256s:
-        hashes["template"] = ref.plan.template_sha256s[0]
-    if ref.plan.start is not None:
-        hashes["start"] = ref.plan.start.sha256
+    hashes = {"corpus": plan.corpus_sha256, "tokenizer": plan.tokenizer_sha256}
+    if plan.template_sha256s:
+        hashes["template"] = plan.template_sha256s[0]
+    if plan.start is not None:
+        hashes["start"] = plan.start.sha256
     if ref.path is not None and ref.step is not None:
         weights = read_checkpoint(ref.path / "checkpoints" / f"step-{ref.step:06d}").files
         hashes |= {name: record.sha256 for name, record in weights.items() if name in _WEIGHT_FILES}

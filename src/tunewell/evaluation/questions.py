@@ -1,8 +1,9 @@
 """The held-out questions of an evaluation: task, scorer, clusters, and near copies in the training rows."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from tunewell.core.units import count, percent
 from tunewell.data.batches import spread_evenly
 from tunewell.data.corpus.reader import Corpus, Split
 from tunewell.evaluation.clusters import find_clusters
+from tunewell.evaluation.rows import EvaluationSet
 from tunewell.inference.chat_model import ChatModel
-from tunewell.records.manifest import AnswerRow
 from tunewell.records.plan import Chosen
 from tunewell.records.report import JudgeRecord, KeyExample
 from tunewell.scoring.answer_keys import AnswerKey
@@ -26,6 +27,8 @@ from tunewell.scoring.facts import Facts
 from tunewell.scoring.tasks import find_task, is_chat_export, make_scorer
 from tunewell.training.evaluate import Question, prompt_and_reply
 
+MAX_ANSWER_TOKENS = 512
+"""Maximum number of tokens of an answer."""
 _MAX_TRAINING = 20_000
 """Maximum number of training rows that are read for the task and the labels, evenly spread."""
 _MIN_JUDGED = 0.5
@@ -59,11 +62,16 @@ class Questions:
 
     @property
     def keys(self) -> list[AnswerKey]:
-        """The answer key of each question; an empty key if the task has no keys."""
-        if isinstance(self.scorer, Facts):
-            return self.scorer.keys
+        """The answer key of each question; without parts if the task has no keys."""
         because = f"scored as {self.task.value}"
-        return [AnswerKey((), "whole reference", because, row.question, row.reference) for row in self.rows]
+        return self.facts or [
+            AnswerKey((), "whole reference", because, row.question, row.reference) for row in self.rows
+        ]
+
+    @property
+    def facts(self) -> list[AnswerKey]:
+        """The answer key of each question on a fact; empty in another task."""
+        return self.scorer.keys if isinstance(self.scorer, Facts) else []
 
     def score(self, index: int, answer: str) -> Score:
         """Score an answer to one question."""
@@ -73,53 +81,44 @@ class Questions:
         """Return how answers are judged, with the keys of some questions."""
         judged = [index for index, text in enumerate(self.scorer.expected) if text]
         shown = [judged[place] for place in sorted({0, len(judged) // 2, len(judged) - 1})] if judged else []
-        keys = self.scorer.keys if isinstance(self.scorer, Facts) else []
+        becauses = {index: key.because for index, key in enumerate(self.facts)}
+        examples = [
+            (self.rows[index].question, self.scorer.expected[index], becauses.get(index, "")) for index in shown
+        ]
         return JudgeRecord(
             name=self.task.value,
-            origins=dict(Counter(key.origin for key in keys if key.is_judged).most_common()),
+            origins=dict(Counter(key.origin for key in self.facts if key.is_judged).most_common()),
             clusters=len({self.clusters[index] for index in judged}),
-            examples=[
-                KeyExample(
-                    question=self.rows[index].question,
-                    key=self.scorer.expected[index],
-                    because=keys[index].because if keys else "",
-                )
-                for index in shown
-            ],
+            examples=[KeyExample(question=one, key=key, because=because) for one, key, because in examples],
         )
 
 
-def find_questions(
-    asked: Sequence[Question],
-    split: Split,
-    *,
-    corpus: Corpus | None,
-    training: Split | None,
-    model: ChatModel,
-    rules: VerdictRules,
-    base: Path | None = None,
-) -> Questions:
-    """Return the questions with the task of the training rows, or the one that `verdict.task` names.
+def answer_length(longest: int, *, least: int) -> int:
+    """Return the length limit of an answer: 1.5 times the longest reference, both in tokens."""
+    return min(max(math.ceil(1.5 * longest / 8) * 8, least), MAX_ANSWER_TOKENS)
 
-    `corpus` has the accepted answers of the rows; `training` are the rows that the model was trained on, if known.
-    """
-    documents = [split[question.document] for question in asked]
+
+def find_questions(asked: Sequence[Question], rows: EvaluationSet, model: ChatModel) -> Questions:
+    """Return the questions with the task of the training rows, or the one that `verdict.task` names."""
+    assert rows.split is not None
+    documents = [rows.split[question.document] for question in asked]
     places = [(document.source, document.row) for document in documents]
-    rows = _with_answers([_row(question.text, question.reference_ids, model) for question in asked], places, corpus)
-    known, without = _training_rows(training, model) if training is not None else ([], 0)
-    sources = training.manifest.sources if isinstance(training, Corpus) else []
+    references = [_row(question.text, question.reference_ids, model) for question in asked]
+    known, without = _training_rows(rows.training, model) if rows.training is not None else ([], 0)
+    sources = rows.training.manifest.sources if isinstance(rows.training, Corpus) else []
     formats = {name for source in sources for name in source.formats}
+    num_rows = len(rows.training or ()) * len(known) / max(1, len(known) + without)
     found = judge_by_task(
-        rows,
+        _with_answers(references, places, rows.corpus),
         known,
-        rules,
-        base=base,
+        model.ref.loaded.config.verdict,
+        base=model.ref.loaded.base,
         num_documents=without,
-        num_training=len(training) if training is not None else 0,
+        num_rows=round(num_rows),
         is_chat=is_chat_export(formats),
     )
     found.asked, found.places = [*asked], places
-    pairs = corpus.near_pairs() if corpus is not None else []
+    pairs = rows.corpus.near_pairs() if rows.corpus is not None else []
     near = {(pair.similar_source, pair.similar_row) for pair in pairs if pair.kind == "near_held_out"}
     found.is_near = [is_near or place in near for is_near, place in zip(found.is_near, places, strict=True)]
     return found
@@ -132,20 +131,21 @@ def judge_by_task(
     *,
     base: Path | None = None,
     num_documents: int = 0,
-    num_training: int = 0,
+    num_rows: int | None = None,
     is_chat: bool = False,
 ) -> Questions:
-    """Return questions with their task and scorer. `num_documents` of the training rows have no question."""
+    """Return questions with their task and scorer.
+
+    `num_documents` of the training rows have no question; `num_rows` have one, if `training` is a sample of them.
+    """
+    given = sum(bool(row.answers) for row in rows)
     if rules.task != "auto":
         task = Chosen(value=rules.task, because="set by `verdict.task`")
-    elif (given := sum(bool(row.answers) for row in rows)) and given >= len(rows) / 2:
+    elif given and given >= len(rows) / 2:
         task = Chosen(value="facts", because=f"{count(given, 'row')} with accepted answers")
-    elif training or num_documents:
-        share = len(training) / (len(training) + num_documents)
-        num_rows = round((num_training or len(training)) * share)
-        task = find_task(training, num_documents=num_documents, num_rows=num_rows, is_chat=is_chat)
     else:
-        task = find_task(rows, is_chat=is_chat)
+        sample = training if training or num_documents else rows
+        task = find_task(sample, num_documents=num_documents, num_rows=num_rows, is_chat=is_chat)
     found = Questions([], rows, [], task, make_scorer(task.value, rows, training, base=base), [])
     entry, judged = found.entry, sum(map(bool, found.scorer.expected))
     if entry.min_right is not None and judged < _MIN_JUDGED * len(rows):
@@ -156,8 +156,7 @@ def judge_by_task(
             f"{count(len(rows) - judged)} of {count(len(rows), 'reference')} ({percent(1 - judged / len(rows), 0)}) "
             f"are not in the form of the task `{entry.name}`; answers to them are not judged"
         )
-    facts = find_clusters(found.scorer.keys) if isinstance(found.scorer, Facts) else list(range(len(rows)))
-    found.clusters = _joined(facts, _same_questions(rows))
+    found.clusters = _clusters(rows, find_clusters(found.facts) if found.facts else range(len(rows)))
     found.constant = found.scorer.options[0] if isinstance(found.scorer, Choice) else most_frequent(training or rows)
     _mark_near_and_ambiguous(found, training)
     return found
@@ -166,18 +165,15 @@ def judge_by_task(
 def _training_rows(split: Split, model: ChatModel) -> tuple[list[ReferenceRow], int]:
     """Return training rows with a question, evenly spread, and the number of rows without one among them."""
     template = model.masker.template if model.masker is not None else None
-    found, without = list[ReferenceRow](), 0
-    for document in spread_evenly(len(split), _MAX_TRAINING).tolist():
+    found, documents = list[ReferenceRow](), spread_evenly(len(split), _MAX_TRAINING).tolist()
+    for document in documents:
         parts = prompt_and_reply(split, document)
-        if parts is None or template is None:
-            without += 1
-            continue
-        labels = split.arrays(document)[1]
-        is_reply = np.asarray(labels) != -100
-        num_replies = int(np.count_nonzero(is_reply[1:] & ~is_reply[:-1])) + int(is_reply[0])
-        question = template.question_in(model.decode(parts[0]))
-        found.append(_row(question, parts[1], model, num_replies=num_replies))
-    return found, without
+        if parts is not None and template is not None:
+            is_reply = np.asarray(split.arrays(document)[1]) != -100
+            num_replies = int(np.count_nonzero(np.diff(is_reply, prepend=False) & is_reply))
+            question = template.question_in(model.decode(parts[0]))
+            found.append(_row(question, parts[1], model, num_replies=num_replies))
+    return found, len(documents) - len(found)
 
 
 def _row(question: str, reference_ids: list[int], model: ChatModel, **more: Any) -> ReferenceRow:
@@ -188,47 +184,35 @@ def _row(question: str, reference_ids: list[int], model: ChatModel, **more: Any)
 
 def _with_answers(rows: list[ReferenceRow], places: list[tuple[str, int]], corpus: Corpus | None) -> list[ReferenceRow]:
     """Return the rows with the accepted answers that the corpus has for them."""
-    wanted, accepted = set(places), dict[tuple[str, int], AnswerRow]()
-    for row in corpus.answer_rows() if corpus is not None else ():
-        if (row.source, row.row) in wanted:
-            accepted[row.source, row.row] = row
+    accepted = {(row.source, row.row): row for row in corpus.answer_rows()} if corpus is not None else {}
     found = []
     for row, place in zip(rows, places, strict=True):
-        given = accepted.get(place)
-        origin = "value" if given is not None and given.column == "value" else "answers"
-        answers = tuple(given.answers) if given is not None else ()
-        found.append(ReferenceRow(row.question, row.reference, answers, origin))
+        if (given := accepted.get(place)) is not None:
+            origin = "value" if given.column == "value" else "answers"
+            row = replace(row, answers=tuple(given.answers), origin=origin)
+        found.append(row)
     return found
 
 
-def _same_questions(rows: Sequence[ReferenceRow]) -> list[int]:
-    """Return the cluster of each row: rows whose question and reference differ in numbers only are one observation."""
-    numbers: dict[tuple[str, ...], int] = {}
-
-    def words(text: str) -> tuple[str, ...]:
-        return tuple(word for word in split_words(text) if not word.isdigit())
-
-    return [numbers.setdefault((*words(row.question), "", *split_words(row.reference)), len(numbers)) for row in rows]
+def _clusters(rows: Sequence[ReferenceRow], facts: Sequence[int]) -> list[int]:
+    """Return the cluster of each row: those on one fact, or whose questions differ in numbers only."""
+    same: dict[tuple[str, ...], int] = {}
+    for row, fact in zip(rows, facts, strict=True):
+        same.setdefault(_without_numbers(row), fact)
+    return [same[_without_numbers(row)] for row in rows]
 
 
-def _joined(first: list[int], second: list[int]) -> list[int]:
-    """Return clusters that connect what either of two clusterings connects."""
-    names: dict[int, int] = {}
-    for one, other in zip(first, second, strict=True):
-        names.setdefault(other, one)
-    return [names[other] for other in second]
+def _without_numbers(row: ReferenceRow) -> tuple[str, ...]:
+    words = (word for word in split_words(row.question) if not word.isdigit())
+    return (*words, "", *split_words(row.reference))
 
 
 def _mark_near_and_ambiguous(found: Questions, training: Sequence[ReferenceRow]) -> None:
-    """Mark the questions that also occur in training rows, and those with several references."""
+    """Mark the questions that training rows ask nearly alike, and those that have several references."""
+    known, asked = ([tuple(split_words(row.question)) for row in rows] for rows in (training, found.rows))
     references: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-    asked_in_training = set[tuple[str, ...]]()
-    for row in training:
-        asked_in_training.add(words := tuple(split_words(row.question)))
+    for words, row in zip([*known, *asked], [*training, *found.rows], strict=True):
         references[words].add(fold(row.reference).strip(" .!"))
-    for row in found.rows:
-        references[tuple(split_words(row.question))].add(fold(row.reference).strip(" .!"))
-    for row in found.rows:
-        words = tuple(split_words(row.question))
-        found.is_near.append(bool(words) and words in asked_in_training)
-        found.is_ambiguous.append(bool(words) and len(references[words]) > 1)
+    in_training = set(known) - {()}
+    found.is_near = [words in in_training for words in asked]
+    found.is_ambiguous = [bool(words) and len(references[words]) > 1 for words in asked]

@@ -3,14 +3,12 @@
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.text import shorten_line
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.held_out import num_auto
-from tunewell.evaluation.intervals import PairedDifference
+from tunewell.evaluation.intervals import LEVEL, PairedDifference
 from tunewell.evaluation.measurements import (
     FEW_QUESTIONS,
     Measurements,
@@ -18,8 +16,9 @@ from tunewell.evaluation.measurements import (
     short_loss,
     suggest_rate,
 )
+from tunewell.evaluation.tables import read_table
 from tunewell.records.manifest import MIN_TO_JUDGE
-from tunewell.records.report import Reason
+from tunewell.records.report import DifferenceRecord, Reason
 
 SAME_LOGITS = 1e-4
 """Largest logit difference that can be a rounding error: a logit of 20 in fp32 is exact to 2e-6, and even a short
@@ -30,9 +29,6 @@ MIN_FAULTY = 2
 """Minimum number of faulty answers for a reason, unless `verdict.max_faults` is 0: a single one may be chance."""
 MIN_NONE_RIGHT = 20
 """Number of questions of which one must be right: with 20 wrong answers, fewer than 14% are right (95% interval)."""
-
-_Level = Literal["WEAK", "FAIL"]
-
 
 # A model that cannot be measured.
 
@@ -52,9 +48,9 @@ def broken(measured: Measurements) -> Iterator[Reason]:
             next=f"Try an earlier checkpoint: `tunewell validate {path} --checkpoint STEP`. Or set "
             f"`train.precision: fp32` and {suggest_rate(measured, 1 / 3)}, and train again.",
         )
-    pairs = [pair for pair in (measured.held_out, *measured.by_source, measured.everyday) if pair is not None]
-    bad = [pair.name for pair in pairs if not math.isfinite(pair.tuned)]
-    if measured.change is not None and math.isnan(measured.change.largest):
+    pairs, change = (measured.held_out, *measured.by_source, measured.everyday), measured.change
+    bad = [pair.name for pair in pairs if pair is not None and not math.isfinite(pair.tuned)]
+    if change is not None and math.isnan(change.largest):
         bad.append("the logits")
     if bad:
         yield Reason(
@@ -66,7 +62,6 @@ def broken(measured: Measurements) -> Iterator[Reason]:
             next=f"Validate on the CPU, in fp32: `tunewell validate {path} --device cpu`. If that does not help, set "
             f"{suggest_rate(measured, 1 / 3)} and train again.",
         )
-    change = measured.change
     if change is not None and change.prompts > 0 and change.largest <= SAME_LOGITS:
         cause = "the adapter is empty or was not applied" if measured.is_adapter else "training changed nothing"
         yield Reason(
@@ -84,67 +79,16 @@ def broken(measured: Measurements) -> Iterator[Reason]:
 # Faulty answers.
 
 
-@dataclass(frozen=True)
-class _FaultKind:
-    """The reason code and the advice for one or more faults."""
-
-    code: str
-    faults: tuple[str, ...]
-    does: str
-    next: str
-
-
-_KINDS = (
-    _FaultKind(
-        "answers_nothing",
-        ("ends_at_once", "empty"),
-        "are empty",
-        "Run {inspect} and check that the replies are supervised, not only their end token. If they are, set {third}.",
-    ),
-    _FaultKind(
-        "loops",
-        ("loops",),
-        "repeat themselves",
-        "Set {third}. If the held-out loss is still falling, train longer (`train.epochs`).",
-    ),
-    _FaultKind(
-        "control_tokens",
-        ("control_tokens",),
-        "contain control tokens or continue as the user",
-        "Run {inspect} and check that the end of each turn is supervised. Use the chat template of the training "
-        "(`template.name`).",
-    ),
-    _FaultKind(
-        "never_stops",
-        ("no_stop",),
-        "do not stop before the length limit",
-        "Run {inspect} and check that the end of each turn is supervised. Allow longer answers with "
-        "`verdict.answer_tokens`, or train longer (`train.epochs`).",
-    ),
-    _FaultKind(
-        "echoes",
-        ("echo",),
-        "begin with the question",
-        "Set `template.learn_from: responses`, so that questions are not supervised, and run `tunewell prepare` again.",
-    ),
-    _FaultKind(
-        "other_language",
-        ("other_language",),
-        "are in the wrong language",
-        "Look for rows in that language in `data.sources`, or add rows with replies in the language of the question.",
-    ),
-)
-
-
 def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
     """Yield a reason for each kind of fault that is too frequent, or for the most frequent if only the total is."""
     questions, asked = measured.questions, len(measured.questions)
     total = sum(bool(question.tuned.faults) for question in questions)
     if not _is_too_many(total, asked, rules):
         return
-    faulty = [[each for each in questions if set(each.tuned.faults) & set(kind.faults)] for kind in _KINDS]
+    kinds = [row for row in read_table("reasons.jsonl") if "faults" in row]
+    faulty = [[each for each in questions if set(each.tuned.faults) & set(kind["faults"])] for kind in kinds]
     most_frequent = max(faulty, key=len)
-    for kind, found in zip(_KINDS, faulty, strict=True):
+    for kind, found in zip(kinds, faulty, strict=True):
         number = len(found)
         if not _is_too_many(number, asked, rules) and found is not most_frequent:
             continue
@@ -154,12 +98,12 @@ def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reas
         is_few = asked < FEW_QUESTIONS
         few = f" With fewer than {FEW_QUESTIONS} questions this is not a FAIL." if fails and is_few else ""
         yield Reason(
-            code=kind.code,
+            code=kind["code"],
             level="FAIL" if fails and not is_few else "WEAK",
-            what=f"{count(number)} of {count(asked, 'answer')} {kind.does}{others} "
+            what=f"{count(number)} of {count(asked, 'answer')} {kind['does']}{others} "
             f"(limit: {percent(rules.max_faults, 0)} faulty).{few}",
             example=quote_answer(found[0]),
-            next=kind.next.format(inspect=measured.inspect_command, third=suggest_rate(measured, 1 / 3)),
+            next=kind["next"].format(inspect=measured.inspect_command, third=suggest_rate(measured, 1 / 3)),
         )
 
 
@@ -189,37 +133,24 @@ def right_answers(measured: Measurements) -> Iterator[Reason]:
             next=f"Compare the answers with the references in the report. {_train_more(measured)}",
         )
         return
-    difference, constant = measured.difference, measured.constant
-    if difference is None:
-        yield _unproven(measured, "Cannot tell: there is no base model to compare with.", needs_base=True)
+    score = f"{count(right)} of {count(asked)} {noun} right"
+    if (difference := measured.difference) is None:
+        yield _without_base(measured)
     else:
         base = measured.num_right(of_base=True)
-        numbers = f"{count(right)} of {count(asked)} {noun} right, {count(base)} with the base model"
-        limit = measured.min_right or 0.0
-        known = " The base model alone reaches the minimum: no training was needed." if base >= limit * asked else ""
-        yield from _compared(
-            measured, difference, numbers, f"not shown to be better than the base model: {{}}.{known}", example
-        )
-    if constant is not None:
+        is_known = base >= (measured.min_right or 0.0) * asked
+        known = ". The base model alone reaches the minimum: no training was needed" if is_known else ""
+        what = f"the base model: {score}, {count(base)} with the base model{known}."
+        yield from _compared(measured, "no_better_than_base", what, difference, example)
+    if (constant := measured.constant) is not None:
         lead = f'always answering "{shorten_line(constant.text, 40)}"'
-        numbers = f"{count(right)} of {count(asked)} {noun} right, {count(constant.right)} by {lead}"
-        found = constant.difference
-        lies_below = found.high <= 0 and found.p <= 0.05
-        yield from _level_of(
-            measured,
-            is_shown=found.low > 0 and found.p <= 0.05,
-            is_worse=lies_below,
-            what=f"not shown to be better than {lead}: {numbers}",
-            code="majority_only",
-            more=found.more_questions,
-            example=example,
-        )
+        what = f"{lead}: {score}, {count(constant.right)} by {lead}."
+        yield from _compared(measured, "majority_only", what, constant.difference, example)
     if measured.min_right is not None and right < measured.min_right * asked:
         yield Reason(
             code="few_right",
             level="WEAK",
-            what=f"{count(right)} of {count(asked)} {noun} right ({percent(right / asked, 0)}; minimum: "
-            f"{percent(measured.min_right, 0)}).",
+            what=f"{score} ({percent(right / asked, 0)}; minimum: {percent(measured.min_right, 0)}).",
             example=example,
             next=_train_more(measured),
         )
@@ -230,43 +161,15 @@ def _train_more(measured: Measurements) -> str:
 
 
 def _compared(
-    measured: Measurements, difference: PairedDifference, numbers: str, what: str, example: str | None
-) -> Iterator[Reason]:
-    yield from _level_of(
-        measured,
-        is_shown=difference.is_shown and difference.difference > 0,
-        is_worse=difference.is_shown and difference.difference < 0,
-        what=what.format(numbers),
-        code="no_better_than_base",
-        more=difference.more_questions,
-        example=example,
-    )
-
-
-def _level_of(
-    measured: Measurements,
-    *,
-    is_shown: bool,
-    is_worse: bool,
-    what: str,
-    code: str,
-    more: int | None,
-    example: str | None,
+    measured: Measurements, code: str, what: str, found: PairedDifference | DifferenceRecord, example: str | None
 ) -> Iterator[Reason]:
     """Yield FAIL if the model is worse than what it is compared with, UNPROVEN if no difference is shown."""
-    if is_shown:
-        return
-    what = what[:1].upper() + what[1:].rstrip(".") + "."
-    if is_worse:
-        yield Reason(
-            code=code,
-            level="FAIL",
-            what=what.replace("Not shown to be better than", "Worse than", 1),
-            example=example,
-            next=f"Set {suggest_rate(measured, 1 / 3)}, and compare the answers side by side in the report.",
-        )
-        return
-    yield _unproven(measured, what, more=more, example=example, code=code)
+    if found.p > LEVEL:
+        what = f"Not shown to be better than {what}"
+        yield _unproven(measured, what, more=found.more_questions, example=example, code=code)
+    elif found.difference < 0:
+        advice = f"Set {suggest_rate(measured, 1 / 3)}, and compare the answers side by side in the report."
+        yield Reason(code=code, level="FAIL", what=f"Worse than {what}", example=example, next=advice)
 
 
 def _unproven(
@@ -275,20 +178,19 @@ def _unproven(
     *,
     more: int | None = None,
     example: str | None = None,
-    needs_base: bool = False,
     code: str = "not_enough_evidence",
 ) -> Reason:
     """Return the reason of an UNPROVEN verdict: how many questions were asked, and how many more would decide."""
     asked, held_out = len(measured.questions), measured.num_held_out
     needed = f"; a difference of this size needs about {count(more)} more" if more else ""
     numbers = f" Asked: {count(asked, 'question')} of {count(held_out, 'held-out row')}{needed}." if asked else ""
-    if needs_base:
-        step = (
-            f"Name the base model with `--base`: `tunewell validate {shlex.quote(measured.model_path)} --base MODEL`."
-        )
-    else:
-        step = _ask_more(measured, more)
-    return Reason(code=code, level="UNPROVEN", what=what + numbers, example=example, next=step)
+    return Reason(code=code, level="UNPROVEN", what=what + numbers, example=example, next=_ask_more(measured, more))
+
+
+def _without_base(measured: Measurements) -> Reason:
+    command = f"`tunewell validate {shlex.quote(measured.model_path)} --base MODEL`"
+    found = _unproven(measured, "Cannot tell: there is no base model to compare with.")
+    return found.model_copy(update={"next": f"Name the base model with `--base`: {command}."})
 
 
 def _ask_more(measured: Measurements, more: int | None) -> str:
@@ -320,7 +222,7 @@ def held_out_loss(measured: Measurements, rules: VerdictRules) -> Iterator[Reaso
         yield _unproven(measured, what)
         return
     if base is None or difference is None:
-        yield _unproven(measured, "Cannot tell: there is no base model to compare with.", needs_base=True)
+        yield _without_base(measured)
         return
     losses = f"held-out loss {short_loss(base)} -> {short_loss(pair.tuned)} on {count(pair.documents, 'row')}"
     advice = (
@@ -346,22 +248,16 @@ def held_out_loss(measured: Measurements, rules: VerdictRules) -> Iterator[Reaso
 
 # Damage.
 
-_DAMAGE = {
-    "everyday text": ("forgets", "Worse on everyday text that the model knew before"),
-    "everyday instructions": ("forgets_instructions", "Follows fewer everyday instructions than before"),
-    "replies": ("refuses", "Refuses everyday questions that the base model answers, or leaves them empty"),
-}
-
 
 def damage(measured: Measurements) -> Iterator[Reason]:
     """Yield a reason for each measure of forgetting beyond its limit."""
+    kinds = {row["measure"]: row for row in read_table("reasons.jsonl") if "measure" in row}
     for found in measured.forgotten:
         if found.is_damaged:
-            code, lead = _DAMAGE[found.name]
             yield Reason(
-                code=code,
+                code=kinds[found.name]["code"],
                 level="WEAK",
-                what=f"{lead}: {found.result}.",
+                what=f"{kinds[found.name]['lead']}: {found.result}.",
                 next=f"Set {suggest_rate(measured, 1 / 3)}, lower `train.epochs`, or mix ordinary conversations into "
                 "`data.sources`: 5% of the rows are often enough.",
             )

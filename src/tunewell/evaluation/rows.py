@@ -75,16 +75,13 @@ def rows_of_corpus(path: Path) -> EvaluationSet:
 
 def rows_of_file(corpus: Corpus, name: str, *, model: ModelRef) -> EvaluationSet:
     """Return the rows of a corpus built from the user's test file that the model was not trained on, with notes."""
-    manifest = corpus.manifest
-    num_dropped = sum(manifest.dropped.values())
-    kinds = ", ".join(f"{number} {kind}" for kind, number in manifest.dropped.items())
-    notes = []
-    if num_dropped:
+    manifest, notes = corpus.manifest, list[str]()
+    if num_dropped := sum(manifest.dropped.values()):
+        kinds = ", ".join(f"{number} {kind}" for kind, number in manifest.dropped.items())
         notes.append(f"{count(num_dropped)} of {count(manifest.rows_in, 'row')} could not be used: {kinds}")
     training, split = _training_of(model), corpus
     known = _trained_on(corpus, training) if training is not None else np.zeros(len(corpus), dtype=bool)
-    num_known = int(known.sum())
-    if num_known:
+    if num_known := int(known.sum()):
         notes.append(
             f"{count(num_known)} of {count(len(corpus), 'row')} are training rows of this model and were left out: "
             "they measure memorisation"
@@ -113,8 +110,8 @@ def _trained_on(corpus: Corpus, training: Corpus) -> npt.NDArray[np.bool_]:
     """Return for each document whether the training rows contain it, by the digests of whole rows."""
     if not len(training) or not len(corpus):
         return np.zeros(len(corpus), dtype=bool)
-    known = {row.tobytes() for row in np.ascontiguousarray(training.digests[:, :2])}
-    return np.array([row.tobytes() in known for row in np.ascontiguousarray(corpus.digests[:, :2])], dtype=bool)
+    known = {row.tobytes() for row in training.digests[:, :2]}
+    return np.array([row.tobytes() in known for row in corpus.digests[:, :2]], dtype=bool)
 
 
 def shared_rows(model: ModelRef, other: ModelRef) -> tuple[Path | None, list[str]]:

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from tunewell.data.corpus.reader import Split
 from tunewell.evaluation.behaviour import JudgedAnswer, find_faults
 from tunewell.evaluation.intervals import PairedDifference, compare_pair, compare_sums, difference_record
-from tunewell.evaluation.measurements import cluster_numbers
+from tunewell.evaluation.measurements import bases_of, cluster_numbers
 from tunewell.evaluation.questions import Questions
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.decoder import Generated
@@ -26,7 +26,6 @@ from tunewell.records.report import (
     MeasurePair,
 )
 from tunewell.scoring.base import Score, without_thinking
-from tunewell.scoring.facts import Facts
 from tunewell.scoring.matching import is_refusal, match
 
 
@@ -50,10 +49,9 @@ def loss_pair(
     """Return the mean losses of both models on all or the selected documents, or None if none were measured."""
     if tuned is None or not len(tuned.documents):
         return None
-    num_documents = len(tuned.documents) if selected is None else int(selected.sum())
-    num_tokens = int(tuned.tokens.sum() if selected is None else tuned.tokens[selected].sum())
+    tokens = tuned.tokens if selected is None else tuned.tokens[selected]
     before = None if base is None else base.mean(selected)
-    return LossPair(name=name, documents=num_documents, tokens=num_tokens, base=before, tuned=tuned.mean(selected))
+    return LossPair(name=name, documents=len(tokens), tokens=int(tokens.sum()), base=before, tuned=tuned.mean(selected))
 
 
 def losses_by_source(split: Split | None, base: DocumentLosses | None, tuned: DocumentLosses | None) -> list[LossPair]:
@@ -62,8 +60,8 @@ def losses_by_source(split: Split | None, base: DocumentLosses | None, tuned: Do
         return []
     sources = np.array([split[int(index)].source for index in tuned.documents])
     names = sorted(set(sources.tolist()))
-    pairs = [loss_pair(name, base, tuned, sources == name) for name in names] if len(names) > 1 else []
-    return [pair for pair in pairs if pair is not None]
+    pairs = (loss_pair(name, base, tuned, sources == name) for name in names)
+    return [pair for pair in pairs if pair is not None] if len(names) > 1 else []
 
 
 def logits_change(base: Any, tuned: Any) -> LogitChange | None:
@@ -71,8 +69,7 @@ def logits_change(base: Any, tuned: Any) -> LogitChange | None:
     if base is None or tuned is None:
         return None
     # One of the two vocabularies may be larger; only shared tokens can be compared.
-    num_shared = min(base.shape[-1], tuned.shape[-1])
-    base, tuned = base[:, :num_shared], tuned[:, :num_shared]
+    base, tuned = base[:, : tuned.shape[-1]], tuned[:, : base.shape[-1]]
     same = int((base.argmax(-1) == tuned.argmax(-1)).sum())
     # Some models give unused tokens a logit of minus infinity. NaN in the base model does not count against the tuned
     # model.
@@ -93,55 +90,41 @@ def answered_questions(
     questions: Questions, *, model: ChatModel, base: Sequence[Generated], tuned: Sequence[Generated]
 ) -> list[AnsweredQuestion]:
     """Return each question with the scored answers of both models; `base` may be empty."""
-    keys = questions.scorer.keys if isinstance(questions.scorer, Facts) else []
-    found = []
-    for index, question in enumerate(questions.asked):
-        source, row = questions.places[index]
-        found.append(
-            AnsweredQuestion(
-                document=question.document,
-                source=source,
-                row=row,
-                question=question.text,
-                reference=questions.rows[index].reference,
-                key=questions.scorer.expected[index],
-                key_origin=keys[index].origin if keys else "",
-                is_near=questions.is_near[index],
-                is_ambiguous=questions.is_ambiguous[index],
-                cluster=questions.clusters[index],
-                base=scored_answer(questions, index, base[index], model) if base else None,
-                tuned=scored_answer(questions, index, tuned[index], model),
-            )
+    origins = {index: key.origin for index, key in enumerate(questions.facts)}
+    return [
+        AnsweredQuestion(
+            document=question.document,
+            source=questions.places[index][0],
+            row=questions.places[index][1],
+            question=question.text,
+            reference=questions.rows[index].reference,
+            key=questions.scorer.expected[index],
+            key_origin=origins.get(index, ""),
+            is_near=questions.is_near[index],
+            is_ambiguous=questions.is_ambiguous[index],
+            cluster=questions.clusters[index],
+            base=_scored_answer(questions, index, base[index], model) if base else None,
+            tuned=_scored_answer(questions, index, tuned[index], model),
         )
-    return found
+        for index, question in enumerate(questions.asked)
+    ]
 
 
-def scored_answer(questions: Questions, index: int, answer: Generated, model: ChatModel) -> Answer:
+def _scored_answer(questions: Questions, index: int, answer: Generated, model: ChatModel) -> Answer:
     """Return one answer with its score and its faults."""
-    text, reference = model.decode(answer.ids).strip(), questions.rows[index].reference
-    matched, score = match(without_thinking(text), reference), questions.score(index, text)
-    sample = JudgedAnswer(
-        text=text,
-        ids=answer.ids,
-        ended=answer.ended,
-        question=questions.rows[index].question,
-        reference=reference,
-        control_texts=[model.decode([token]) for token in answer.ids if token in model.tokenizer.control_ids],
-    )
+    text, row = model.decode(answer.ids).strip(), questions.rows[index]
+    matched, score = match(without_thinking(text), row.reference), questions.score(index, text)
+    control_texts = [model.decode([token]) for token in answer.ids if token in model.tokenizer.control_ids]
+    sample = JudgedAnswer(text, answer.ids, answer.ended, row.question, row.reference, control_texts)
+    is_refusal_too = score.is_refusal or is_refusal(text, is_answer=True)
     return Answer(
         text=text,
         num_tokens=len(answer.ids),
         ended=answer.ended,
-        exact=matched.exact,
-        contains=matched.contains,
-        f1=matched.f1,
-        right=score.right,
-        is_refusal=score.is_refusal or is_refusal(text, is_answer=True),
-        said=score.said,
-        because=score.because,
-        fields=dict(score.fields),
-        # A right answer that equals its reference has no fault.
+        # An answer equal to its reference is right, and so has no fault.
         faults=[] if matched.exact and score.right else find_faults(sample),
+        **vars(matched),
+        **vars(replace(score, is_refusal=is_refusal_too)),
     )
 
 
@@ -149,37 +132,33 @@ def constant_answer(questions: Questions, answered: Sequence[AnsweredQuestion]) 
     """Return the score of always giving the most frequent reply of the training rows, or None if it is never right."""
     if not questions.constant:
         return None
-    scores = [questions.score(index, questions.constant).right for index in range(len(questions.rows))]
-    pairs = [
-        (bool(each.tuned.right), bool(right), cluster)
-        for each, right, cluster in zip(answered, scores, cluster_numbers(answered), strict=True)
-        if right is not None and each.tuned.right is not None
-    ]
-    if not any(right for _, right, _ in pairs):
+    scores = [questions.score(index, questions.constant).right for index in range(len(answered))]
+    judged = [index for index, one in enumerate(answered) if None not in (scores[index], one.tuned.right)]
+    constant = [bool(scores[index]) for index in judged]
+    if not any(constant):
         return None
-    tuned, constant, clusters = zip(*pairs, strict=True)
+    numbers = cluster_numbers(answered)
+    tuned, clusters = [bool(answered[index].tuned.right) for index in judged], [numbers[index] for index in judged]
     difference = compare_pair(tuned, constant, clusters, names=("the tuned model", "a constant answer"))
     return ConstantAnswer(
-        text=questions.constant, right=sum(constant), judged=len(pairs), difference=difference_record(difference)
+        text=questions.constant, right=sum(constant), judged=len(judged), difference=difference_record(difference)
     )
 
 
 def measure_pairs(questions: Questions, answered: Sequence[AnsweredQuestion]) -> dict[str, MeasurePair]:
     """Return the further figures of the task for both models."""
 
-    def figures(answers: Sequence[Answer | None]) -> dict[str, float]:
-        scores = [
-            Score(one.right, one.because, one.said, one.fields) if one is not None else Score(None) for one in answers
-        ]
-        return questions.scorer.measures(scores) if all(answers) and answers else {}
-
-    tuned, base = figures([one.tuned for one in answered]), figures([one.base for one in answered])
+    tuned, base = (
+        questions.scorer.measures([Score(one.right, one.because, one.said, one.fields) for one in answers])
+        if answers
+        else {}
+        for answers in ([one.tuned for one in answered], bases_of(answered))
+    )
     return {name: MeasurePair(base=base.get(name), tuned=value) for name, value in tuned.items()}
 
 
 def confusions(answered: Sequence[AnsweredQuestion], *, most: int = 12) -> list[Confusion]:
     """Return the labels that the tuned model confuses, most frequent first."""
-    pairs = Counter(
-        (one.key, one.tuned.said or "(no label)") for one in answered if one.tuned.right is False and one.key
-    )
-    return [Confusion(expected=pair[0], said=pair[1], number=number) for pair, number in pairs.most_common(most)]
+    wrong = [one for one in answered if one.tuned.right is False and one.key]
+    pairs = Counter((one.key, one.tuned.said or "(no label)") for one in wrong)
+    return [Confusion(expected=key, said=said, number=number) for (key, said), number in pairs.most_common(most)]

@@ -7,43 +7,26 @@ PASS      everything else
 """
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.text import shorten_line
 from tunewell.core.units import count
 from tunewell.evaluation import reasons
-from tunewell.evaluation.measurements import Measurements, count_answers, short_loss
+from tunewell.evaluation.measurements import Measurements, bases_of, short_loss
+from tunewell.evaluation.tables import read_table
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Level, LossPair, Reason
 
-REASON_CODES: dict[str, str] = {
-    "weights_not_finite": "the weights are not finite",
-    "loss_not_finite": "the losses are not finite",
-    "nothing_changed": "the model is identical to its base model",
-    "answers_nothing": "answers are empty",
-    "loops": "answers repeat themselves",
-    "control_tokens": "answers contain control tokens",
-    "never_stops": "answers do not stop",
-    "echoes": "answers repeat the questions",
-    "other_language": "answers are in the wrong language",
-    "none_right": "no answer is right",
-    "no_better_than_base": "not shown to be better than the base model",
-    "majority_only": "not shown to be better than one constant answer",
-    "not_learned": "worse than the base model on held-out rows",
-    "not_enough_evidence": "cannot tell",
-    "refuses": "the model refuses everyday questions",
-    "forgets_instructions": "the model follows fewer everyday instructions",
-    "forgets": "the model forgot everyday language",
-    "few_right": "few answers are right",
-    "little_gain": "the model improved only a little on held-out rows",
-}
+REASON_CODES: dict[str, str] = {row["code"]: row["summary"] for row in read_table("reasons.jsonl")}
 """All reason codes, causes before effects, with a short text for the summary."""
 _EXPLAIN_ALL = ("weights_not_finite", "loss_not_finite", "nothing_changed")
 _EXPLAIN_WRONG = ("answers_nothing", "loops", "control_tokens")
 _EXPLAINED = ("few_right", "none_right", "no_better_than_base", "majority_only")
 """Reasons that are left out if there is a FAIL in `_EXPLAIN_WRONG`, which explains them."""
 _RANKS = ("FAIL", "UNPROVEN", "WEAK")
+_DAMAGE = [row["code"] for row in read_table("reasons.jsonl") if "measure" in row]
 _THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting", "max_lost")
 
 
@@ -63,10 +46,8 @@ def decide_verdict(measured: Measurements, rules: VerdictRules) -> Verdict:
     found = [*reasons.broken(measured)]
     if not found:
         found = [*reasons.faulty_answers(measured, rules), *reasons.damage(measured)]
-        if measured.min_right is None:
-            found += reasons.held_out_loss(measured, rules)
-        else:
-            found += reasons.right_answers(measured)
+        has_right = measured.min_right is not None
+        found += reasons.right_answers(measured) if has_right else reasons.held_out_loss(measured, rules)
     ranked = _without_explained(found)
     level: Level = ranked[0].level if ranked else "PASS"
     return Verdict(level, _summary(measured, ranked), ranked)
@@ -74,25 +55,21 @@ def decide_verdict(measured: Measurements, rules: VerdictRules) -> Verdict:
 
 def thresholds(rules: VerdictRules, measured: Measurements) -> dict[str, Chosen[Any]]:
     """Return the verdict thresholds of the config, each with the description of its key."""
-    found = {
-        name: Chosen[Any](value=getattr(rules, name), because=" ".join((field.description or "").split()))
-        for name, field in VerdictRules.model_fields.items()
-        if name in _THRESHOLDS
-    }
+    found = dict[str, Chosen[Any]]()
+    for name, field in VerdictRules.model_fields.items():
+        if name in _THRESHOLDS:
+            found[name] = Chosen(value=getattr(rules, name), because=" ".join((field.description or "").split()))
     if rules.min_right == "auto":
         because = f"the threshold of the task `{measured.task}`"
-        found["min_right"] = Chosen[Any](value=measured.min_right, because=because)
+        found["min_right"] = Chosen(value=measured.min_right, because=because)
     return found
 
 
 def changed_rules(rules: VerdictRules) -> list[str]:
     """Return the rules that the config changes, such as `max_faults 1 (usually 0.1)`."""
     usual = VerdictRules()
-    return [
-        f"{name} {getattr(rules, name)} (usually {getattr(usual, name)})"
-        for name in _THRESHOLDS
-        if getattr(rules, name) != getattr(usual, name)
-    ]
+    values = [(name, getattr(rules, name), getattr(usual, name)) for name in _THRESHOLDS]
+    return [f"{name} {value} (usually {other})" for name, value, other in values if value != other]
 
 
 def _without_explained(found: list[Reason]) -> list[Reason]:
@@ -108,14 +85,11 @@ def _without_explained(found: list[Reason]) -> list[Reason]:
 def _summary(measured: Measurements, ranked: list[Reason]) -> str:
     if ranked and ranked[0].code == "not_enough_evidence":
         return ranked[0].what
-    losses = [("held-out loss", measured.held_out), ("everyday text", measured.everyday)]
-    parts = [_answers(measured), *(_loss(name, pair) for name, pair in losses)]
-    numbers = ", ".join(part for part in parts if part) or "nothing was measured"
+    losses = (_loss("held-out loss", measured.held_out), _loss("everyday text", measured.everyday))
+    numbers = ", ".join(filter(None, (_answers(measured), *losses))) or "nothing was measured"
     names = [REASON_CODES[reason.code] for reason in ranked[:1]]
-    # The summary names damage beside any other reason.
-    names += [
-        REASON_CODES[one.code] for one in ranked[1:] if one.code in ("refuses", "forgets_instructions", "forgets")
-    ][:1]
+    # Damage is named in the sentence, whatever else there is.
+    names += [REASON_CODES[reason.code] for reason in ranked[1:] if reason.code in _DAMAGE][:1]
     sentence = f"{'; '.join(names)}: {numbers}" if names else numbers
     return sentence[:1].upper() + sentence[1:]
 
@@ -123,16 +97,15 @@ def _summary(measured: Measurements, ranked: list[Reason]) -> str:
 def _answers(measured: Measurements) -> str:
     judged = measured.judged
     if judged and measured.min_right is not None:
-        has_base = any(one.base is not None for one in judged)
-        others = [f"base: {count(measured.num_right(of_base=True))}"] if has_base else []
+        others = [f"base: {count(measured.num_right(of_base=True))}"] if bases_of(judged) else []
         if measured.constant is not None:
             others.append(f'always "{shorten_line(measured.constant.text, 24)}": {count(measured.constant.right)}')
         shown = f" ({', '.join(others)})" if others else ""
         return f"{count(measured.num_right())} of {count(len(judged))} {measured.noun} right{shown}"
     if measured.questions:
-        answers = [question.base for question in measured.questions if question.base is not None]
-        base = f" (base: {count_answers(answers).f1:.2f})" if answers else ""
-        return f"word overlap {count_answers([one.tuned for one in measured.questions]).f1:.2f}{base}"
+        answers = bases_of(measured.questions)
+        base = f" (base: {fmean(one.f1 for one in answers):.2f})" if answers else ""
+        return f"word overlap {fmean(one.tuned.f1 for one in measured.questions):.2f}{base}"
     return ""
 
 

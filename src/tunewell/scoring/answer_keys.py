@@ -11,10 +11,10 @@ question lacks and that most references of the same form do not share.
 
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from statistics import median
 from typing import Literal
@@ -24,6 +24,7 @@ from tunewell.core.units import count
 from tunewell.scoring.answer_values import Value, find_values
 from tunewell.scoring.base import ReferenceRow
 from tunewell.scoring.matching import is_refusal, is_short_reference
+from tunewell.scoring.words import word_lists, word_set
 
 Origin = Literal["answers", "value", "derived", "whole reference"]
 
@@ -42,11 +43,7 @@ _NEARLY_ALL = 0.95
 _SAMPLE = 200
 _MAX_VALUES = 12
 _WORD = re.compile(rf"[{SPACELESS}]|[^\W_]+(?:['’-][^\W_]+)*")
-_ENGLISH = "a i in is for on by and with as or from do if not no am im out up each per until since"
-"""English function words that `function_words.txt` lacks, because they are also keywords of programming languages."""
-_NEGATION = "no not never none without neither nor cannot nicht kein keine pas aucun non não niet geen"
-_CONJUNCTIONS = frozenset({"and", "or", "und", "oder", "et", "ou", "y", "e", "o"})
-_NEGATIONS = frozenset(_NEGATION.split())
+_NEGATIONS, _CONJUNCTIONS = word_set("negations"), word_set("conjunctions")
 _CITATION = re.compile(r"(?<=\S)\s*\[\d{1,3}\]\s*$")
 """The number of a passage after an answer. It is not part of the answer."""
 _FINAL = re.compile(r"####\s*(\S[^\n]*?)\s*$|\\boxed\{([^{}]+)\}")
@@ -95,6 +92,11 @@ class AnswerKey:
         return " | ".join(" + ".join(parts) for parts in self.accepted)
 
     @property
+    def first_parts(self) -> list[str]:
+        """The first part of each alternative."""
+        return [parts[0] for parts in self.accepted]
+
+    @property
     def is_judged(self) -> bool:
         """Whether answers can be right or wrong."""
         return bool(self.accepted) or self.is_refusal
@@ -105,20 +107,18 @@ def answer_keys(rows: Sequence[ReferenceRow], *, others: Sequence[str] = ()) -> 
     rows = [replace(row, reference=_CITATION.sub("", row.reference)) for row in rows]
     frames = _Frames([*(row.reference for row in rows), *(_CITATION.sub("", text) for text in others)])
     keys = [_given_key(row) or _marked_key(row) or _derived_key(row, frames) for row in rows]
-    texts = {frames.number(key.reference): key.accepted[0][0] for key in keys if _is_rival(key)}
-    values = Counter(key.accepted[0][0] for key in keys if _is_rival(key))
+    simple = [key for key in keys if sum(map(len, key.accepted)) == 1]
+    texts = {frames.number(key.reference): key.text for key in simple}
+    values = Counter(key.text for key in simple)
     # A few values that nearly all rows have, such as colours, are rivals whatever the form of their references is.
-    is_few = 2 <= len(values) <= _MAX_VALUES and values.total() >= max(3 * len(values), len(keys) / 2)
+    is_few = 2 <= len(values) <= _MAX_VALUES and len(simple) >= max(3 * len(values), len(keys) / 2)
     found = []
     for key in keys:
-        similar = {texts[other] for other in frames.similar(key.reference) if other in texts}
-        rivals = (similar | set(values if is_few and _is_rival(key) else ())) - {key.text}
-        found.append(replace(key, rivals=tuple(sorted(rivals))))
+        rivals = {texts[other] for other in frames.similar(key.reference) if other in texts}
+        if is_few and key.text in values:
+            rivals |= values.keys()
+        found.append(replace(key, rivals=tuple(sorted(rivals - {key.text}))))
     return found
-
-
-def _is_rival(key: AnswerKey) -> bool:
-    return len(key.accepted) == len(key.accepted[0]) == 1 if key.accepted else False
 
 
 def _given_key(row: ReferenceRow) -> AnswerKey | None:
@@ -163,16 +163,17 @@ def _derived_key(row: ReferenceRow, frames: "_Frames") -> AnswerKey:
     words = sum(len(_WORD.findall(span.text)) for span in spans if span.value is None)
     if not spans and (said := _polar_statement(row)):
         return AnswerKey(((said,),), "derived", "a yes-or-no question", *asked, is_polar=True)
-    whole = (row.reference.strip(),)
+    texts, whole = tuple(span.text for span in spans), row.reference.strip()
     if not spans:
-        return AnswerKey((whole,), "whole reference", "the reference has no part of its own", *asked)
-    if words > MAX_KEY_WORDS:
-        return AnswerKey((whole,), "whole reference", f"the distinctive part has {words} words", *asked)
-    texts = tuple(span.text for span in spans)
-    if fold(whole[0]).strip(" .!") == fold(" ".join(texts)):
-        return AnswerKey((whole,), "whole reference", "the reference is the answer", *asked)
-    others = f" or in {count(num_similar, 'reference')} of the same form" if num_similar else ""
-    return AnswerKey((texts,), "derived", f"not in the question{others}", *asked)
+        because = "the reference has no part of its own"
+    elif words > MAX_KEY_WORDS:
+        because = f"the distinctive part has {words} words"
+    elif fold(whole).strip(" .!") == fold(" ".join(texts)):
+        because = "the reference is the answer"
+    else:
+        others = f" or in {count(num_similar, 'reference')} of the same form" if num_similar else ""
+        return AnswerKey((texts,), "derived", f"not in the question{others}", *asked)
+    return AnswerKey(((whole,),), "whole reference", because, *asked)
 
 
 @dataclass(frozen=True)
@@ -196,14 +197,22 @@ def split_tokens(text: str) -> list[_Token]:
     """Split a text into words and values."""
     tokens, begin = [], 0
     for value in [*find_values(text), None]:
-        end = len(text) if value is None else value.start
-        tokens += [
-            _Token(_stem(found[0]), found[0], found.start(), found.end()) for found in _WORD.finditer(text, begin, end)
-        ]
+        words = _WORD.finditer(text, begin, len(text) if value is None else value.start)
+        tokens += [_Token(_stem(found[0]), found[0], *found.span()) for found in words]
         if value is not None:
             tokens.append(_Token(value.token, text[value.start : value.end], value.start, value.end, value))
             begin = value.end
     return tokens
+
+
+def words_of(text: str) -> set[str]:
+    """Return the folded words and values of a text."""
+    return {fold(token.text) for token in split_tokens(text)}
+
+
+def content_words(text: str) -> set[str]:
+    """Return the stems of a text, without English function words."""
+    return {token.word for token in split_tokens(text) if fold(token.text) not in function_words()["en"]}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -217,30 +226,31 @@ class _Frames:
     """The distinct references of a corpus, and for each of them the others of the same form."""
 
     def __init__(self, references: Sequence[str]) -> None:
-        short = [text for text in dict.fromkeys(references) if is_short_reference(text)]
         distinct: dict[str, int] = {}
-        self._numbers = {text: distinct.setdefault(fold(text).strip(), len(distinct)) for text in short}
-        first = {number: text for text, number in reversed(self._numbers.items())}
-        self.texts = [unicodedata.normalize("NFKC", first[number]) for number in range(len(first))]
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+        for text in filter(is_short_reference, dict.fromkeys(references)):
+            self._numbers[text] = number = distinct.setdefault(fold(text).strip(), len(distinct))
+            if number == len(self.texts):
+                self.texts.append(unicodedata.normalize("NFKC", text))
         self._tokens = [split_tokens(text) for text in self.texts]
         self._words = [frozenset(token.word for token in tokens) for tokens in self._tokens]
-        self._pairs = [_word_pairs(tokens) for tokens in self._tokens]
+        forms = [["^", *(token.form for token in tokens), "$"] for tokens in self._tokens]
+        self._pairs = [frozenset(pairwise(one)) for one in forms]
         self._frequencies = Counter(pair for pairs in self._pairs for pair in pairs)
-        self._postings: dict[tuple[str, str], list[int]] = {}
+        self._postings = defaultdict[tuple[str, str], list[int]](list)
         for number, pairs in enumerate(self._pairs):
             for pair in pairs:
-                posting = self._postings.setdefault(pair, [])
-                if len(posting) <= _MAX_SIMILAR:
-                    posting.append(number)
-        self._similar: dict[int, list[int]] = {}
+                if len(self._postings[pair]) <= _MAX_SIMILAR:
+                    self._postings[pair].append(number)
+        self._similar = cache(self._find_similar)
 
     @cached_property
     def function_words(self) -> frozenset[str]:
         """The function words of the references' language, or of English."""
         language = detect_language(" ".join(self.texts[:_SAMPLE])) or "en"
-        table = function_words()
-        words = table.get(language) or table["en"]
-        return frozenset(map(_stem, [*words, *_ENGLISH.split()] if language == "en" else words))
+        words = function_words().get(language, function_words()["en"])
+        return frozenset(map(_stem, words | word_set("english") if language == "en" else words))
 
     def number(self, reference: str) -> int:
         """Return the number of a reference, or -1 if it is long."""
@@ -249,27 +259,21 @@ class _Frames:
     def similar(self, reference: str) -> list[int]:
         """Return the numbers of the references that have the same form as this one."""
         number = self.number(reference)
-        if number < 0:
-            return []
-        if number not in self._similar:
-            self._similar[number] = self._find_similar(number)
-        return self._similar[number]
+        return self._similar(number) if number >= 0 else []
 
     def _find_similar(self, number: int) -> list[int]:
         pairs = self._pairs[number]
         # The pairs of the form are more frequent than those of the value.
         frequent = sorted(pairs, key=lambda pair: (-self._frequencies[pair], pair))[: (len(pairs) + 1) // 2]
-        candidates = {other for pair in frequent for other in self._postings[pair] if other != number}
-        overlaps: dict[int, float] = {}
-        for other in candidates:
-            theirs = self._pairs[other]
-            overlap = len(pairs & theirs) / max(len(pairs), len(theirs))
-            if overlap >= _MIN_OVERLAP:
-                overlaps[other] = overlap
-        if not overlaps:
-            return []
-        least = _NEAR_MEDIAN * median(overlaps.values())
-        return sorted(other for other, overlap in overlaps.items() if overlap >= least)[:_MAX_SIMILAR]
+        candidates = {other for pair in frequent for other in self._postings[pair]} - {number}
+        overlaps = [
+            (other, len(pairs & theirs) / max(len(pairs), len(theirs)))
+            for other in sorted(candidates)
+            if (theirs := self._pairs[other])
+        ]
+        enough = [overlap for _, overlap in overlaps if overlap >= _MIN_OVERLAP]
+        least = max(_MIN_OVERLAP, _NEAR_MEDIAN * median(enough or [1.0]))
+        return [other for other, overlap in overlaps if overlap >= least][:_MAX_SIMILAR]
 
     def distinctive_parts(self, row: ReferenceRow) -> tuple[list[_Token], int]:
         """Return the parts of a reference that the question lacks and similar references do not share.
@@ -277,48 +281,33 @@ class _Frames:
         The second result is the number of these references, or 0 if the parts are only those that the question lacks.
         """
         number, similar = self.number(row.reference), self.similar(row.reference)
-        reference, tokens = self.texts[number], self._tokens[number]
         asked = {token.word for token in split_tokens(unicodedata.normalize("NFKC", row.question))}
-        lacking = [token.word not in asked for token in tokens]
-        if similar:
-            words = [self._words[other] for other in similar]
-            shares = [sum(token.word in other for other in words) / len(words) for token in tokens]
-            for limit in (_SHARED, _NEARLY_ALL):
-                own = [is_new and share < limit for is_new, share in zip(lacking, shares, strict=True)]
-                if parts := self._join(reference, tokens, own):
-                    return parts, len(similar)
-        return self._join(reference, tokens, lacking), 0
+        common = Counter(word for other in similar for word in self._words[other])
+        for limit in (_SHARED, _NEARLY_ALL) if similar else ():
+            known = asked | {word for word, times in common.items() if times >= limit * len(similar)}
+            if parts := self._join(number, known):
+                return parts, len(similar)
+        return self._join(number, asked), 0
 
-    def _join(self, text: str, tokens: list[_Token], chosen: list[bool]) -> list[_Token]:
-        """Return the chosen words as parts; neighbouring words form one part, with function words between them."""
-        is_key = [
-            is_chosen and (token.value is not None or token.word not in self.function_words or token.word in _NEGATIONS)
-            for token, is_chosen in zip(tokens, chosen, strict=True)
-        ]
+    def _join(self, number: int, known: set[str]) -> list[_Token]:
+        """Return the words that are not known as parts; neighbours form one part, with function words between them."""
+        text, tokens, common = self.texts[number], self._tokens[number], self.function_words - _NEGATIONS
+        is_key = [token.word not in known and (token.value is not None or token.word not in common) for token in tokens]
         parts: list[_Token] = []
         last = -1
-        for index in (index for index, is_own in enumerate(is_key) if is_own):
-            token = tokens[index]
-            between = tokens[last + 1 : index]
-            is_near = (
-                last >= 0
-                and len(between) <= 2
-                and all(one.word in self.function_words and one.word not in _CONJUNCTIONS for one in between)
-            )
-            gap = text[parts[-1].end : token.start] if parts else ""
-            if is_near and parts[-1].value is None and token.value is None and not re.search(r"[,;:.!?()\n]", gap):
-                start = parts[-1].start
-                parts[-1] = _Token("", text[start : token.end], start, token.end)
+        for index, token in enumerate(tokens):
+            if not is_key[index]:
+                continue
+            part, between = parts[-1] if parts else token, tokens[last + 1 : index]
+            is_near = len(between) <= 2 and all(one.word in self.function_words - _CONJUNCTIONS for one in between)
+            is_split = part.value or token.value or re.search(r"[,;:.!?()\n]", text[part.end : token.start])
+            if parts and is_near and not is_split:
+                parts[-1] = _Token("", text[part.start : token.end], part.start, token.end)
             else:
-                parts.append(_Token("", token.text, token.start, token.end, token.value))
+                parts.append(replace(token, word=""))
             last = index
         only_negation = all(part.value is None and _stem(part.text) in _NEGATIONS for part in parts)
         return [] if only_negation else parts
-
-
-def _word_pairs(tokens: list[_Token]) -> frozenset[tuple[str, str]]:
-    forms = ["^", *(token.form for token in tokens), "$"]
-    return frozenset(pairwise(forms))
 
 
 def _choose_parts(parts: list[_Token], question: str, *, has_form: bool) -> list[_Token]:
@@ -326,8 +315,8 @@ def _choose_parts(parts: list[_Token], question: str, *, has_form: bool) -> list
     values, words = [part for part in parts if part.value], [part for part in parts if not part.value]
     if _ASKS_PERSON.search(question):
         # The first word of a sentence is capitalised in any case.
-        found = [(part, _PERSON.search(part.text)) for part in words if part.start]
-        if people := [replace(part, text=person[0]) for part, person in found if person is not None]:
+        people = [replace(one, text=name[0]) for one in words if one.start and (name := _PERSON.search(one.text))]
+        if people:
             return people
     if not values or not words:
         return parts
@@ -336,12 +325,7 @@ def _choose_parts(parts: list[_Token], question: str, *, has_form: bool) -> list
     return values if _ASKS_VALUE.search(question) or (not has_form and len(values) == 1) else parts
 
 
-_POLARITIES = {
-    "yes": "yes true correct yeah ja oui sí sim vrai wahr verdadero verdadeiro tak да hai evet",
-    "no": "no false incorrect nope nein nee nej non não faux falsch falso nie нет hayır",
-    "maybe": "maybe perhaps possibly vielleicht peut-être quizás forse talvez misschien",
-}
-_POLARITY_OF = {word: name for name, words in _POLARITIES.items() for word in words.split()}
+_POLARITY_OF = {word: name for name in ("yes", "no", "maybe") for word in word_lists()[name]}
 
 
 def polarity(text: str) -> str | None:
@@ -353,6 +337,5 @@ def _polar_statement(row: ReferenceRow) -> str | None:
     """Return yes or no for a reference that affirms or denies a yes-or-no question and adds nothing."""
     if not ASKS_POLAR.match(row.question):
         return None
-    return (
-        "no" if _NEGATIONS & {fold(word) for word in _WORD.findall(row.reference)} or "n't" in row.reference else "yes"
-    )
+    words = {fold(word) for word in _WORD.findall(row.reference)}
+    return "no" if _NEGATIONS & words or "n't" in row.reference else "yes"

@@ -10,22 +10,11 @@ import unicodedata
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
-_MONTHS = (
-    "january jan januar jänner janvier janv enero ene gennaio gen janeiro januari janúar jän",
-    "february feb februar februari fevrier février févr febrero febbraio fevereiro fev",
-    "march mar märz mars marzo março maart mrz mrt",
-    "april apr avril avr abril abr aprile",
-    "may mai mayo maggio mag maio mei maj",
-    "june jun juni juin junio giugno giu junho",
-    "july jul juli juillet juil julio luglio lug julho",
-    "august aug août aout agosto ago augustus augusti",
-    "september sep sept septembre septiembre settembre set setembro",
-    "october oct oktober okt octobre octubre ottobre ott outubro out",
-    "november nov novembre noviembre novembro",
-    "december dec dezember dez décembre déc diciembre dic dicembre dezembro december",
-)
-_MONTH_NUMBERS = {name: number for number, names in enumerate(_MONTHS, start=1) for name in names.split()}
+from tunewell.scoring.words import word_lists
+
+_MONTH_NUMBERS = {name: number for number in range(1, 13) for name in word_lists()[f"month {number}"]}
 _MONTH = "(?:" + "|".join(sorted(_MONTH_NUMBERS, key=len, reverse=True)) + r")(?![^\W\d_])\.?"
 _DAY = r"\d{1,2}(?:st|nd|rd|th|er|\.|º|ª)?"
 _DATE = re.compile(
@@ -50,40 +39,17 @@ _CONTACT = re.compile(
     r"|(?<![\w.,])(?P<phone>(?:\+\d|\(?0\d)[\d ()/-]{4,}\d|\(?\d{3}\)?[ -]\d{3}[ -]\d{4})(?![\w.,]\d)"
 )
 """An e-mail address, the address of a page, or a phone number."""
-_UNITS = {
-    "$": "$ us$ usd dollar dollars",
-    "€": "€ eur euro euros",
-    "£": "£ gbp pounds sterling",
-    "¥": "¥ jpy yen yuan cny rmb",
-    "%": "% percent prozent procent percento pct",
-    "km": "km kilometre kilometres kilometer kilometers",
-    "m": "m metre metres meter meters",
-    "cm": "cm centimetre centimetres centimeter centimeters",
-    "mm": "mm millimetre millimetres millimeter millimeters",
-    "mi": "mi mile miles",
-    "kg": "kg kilogram kilograms kilo kilos",
-    "g": "g gram grams",
-    "h": "h hr hrs hour hours stunde stunden heure heures hora horas",
-    "min": "min mins minute minutes minuten",
-    "s": "s sec secs second seconds",
-    "d": "day days tag tage tagen jour jours día días",
-    "w": "week weeks woche wochen semaine semaines semana semanas",
-    "mo": "month months monat monate monaten mois mes meses",
-    "y": "year years jahr jahre jahren an ans año años",
-}
-_AMOUNTS = {
-    **{"km": ("m", 1000.0), "cm": ("m", 0.01), "mm": ("m", 0.001), "mi": ("m", 1609.344)},
-    **{"kg": ("g", 1000.0), "min": ("s", 60.0), "h": ("s", 3600.0), "d": ("s", 86_400.0), "w": ("s", 604_800.0)},
-    **{"y": ("mo", 12.0), "%": ("", 0.01)},
-}
+_UNIT_OF = dict[str, str]()
+_AMOUNTS = dict[str, tuple[str, float]]()
 """Units with the base unit of their kind, and how much of it they are. A percentage is a share of one."""
-_UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names.split()}
+for _entry, _names in word_lists().items():
+    if _entry.startswith("unit "):
+        _unit, *_amount = _entry.split()[1:]
+        _UNIT_OF |= dict.fromkeys(_names, _unit)
+        if _amount:
+            _AMOUNTS[_unit] = ("".join(_amount[1:]), float(_amount[0]))
 _SCALES = {"k": 1e3, "thousand": 1e3, "tausend": 1e3, "million": 1e6, "millions": 1e6, "mio": 1e6, "billion": 1e9}
-_NUMBER_NAMES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen / twenty thirty forty fifty sixty seventy eighty ninety"
-)
-_SMALL, _TENS = (names.split() for names in _NUMBER_NAMES.split("/"))
+_SMALL, _TENS = word_lists()["small numbers"], word_lists()["tens"]
 _WORD_NUMBERS = {name: number for number, name in enumerate(_SMALL)}
 _WORD_NUMBERS |= {name: 10 * number for number, name in enumerate(_TENS, start=2)}
 _FRACTIONS = {
@@ -135,12 +101,9 @@ class Value:
         """
         if self.kind != other.kind:
             return False
+        pairs = product(self.readings, other.readings)
         if self.kind == "date":
-            return any(
-                mine[:2] == theirs[:2] and mine[2] in (0, theirs[2])
-                for mine in self.readings
-                for theirs in other.readings
-            )
+            return any(mine[:2] == theirs[:2] and mine[2] in (0, theirs[2]) for mine, theirs in pairs)
         if not self.is_same_amount(other):
             return False
         return bool(self.unit and other.unit) or not self.unit or not other.next_word or other.next_word in known
@@ -153,29 +116,21 @@ class Value:
         # Without a unit, 5000 is not 5 km; but 0.5 is 50%.
         if mine != theirs or self.unit == other.unit:
             return False
-        return any(
-            math.isclose(one[0] * factor, two[0] * other_factor, rel_tol=1e-9)
-            for one in self.readings
-            for two in other.readings
-        )
+        pairs = product(self.readings, other.readings)
+        return any(math.isclose(one[0] * factor, two[0] * other_factor, rel_tol=1e-9) for one, two in pairs)
 
     @property
     def token(self) -> str:
         """The value as a word, equal for all spellings with the same meaning."""
-        number = max(self.readings)
-        return f"={self.kind} {'/'.join(f'{part:.12g}' for part in number[:2])}"
+        return f"={self.kind} {'/'.join(f'{part:.12g}' for part in max(self.readings)[:2])}"
 
 
 @lru_cache(maxsize=4096)  # retrieval judges each passage by the keys of many questions
 def find_values(text: str) -> tuple[Value, ...]:
     """Return the dates, times, numbers and contacts of a text in their order."""
     found: list[Value] = []
-    for pattern, read in (
-        (_DATE, _date),
-        (_TIME, _time),
-        (_CONTACT, _contact),
-        (_FRACTION, _fraction),
-        (_NUMBER, _number),
+    for pattern, read in zip(
+        (_DATE, _TIME, _CONTACT, _FRACTION, _NUMBER), (_date, _time, _contact, _fraction, _number), strict=True
     ):
         values = [value for match in pattern.finditer(text) if (value := read(match)) is not None]
         found += [one for one in values if not any(old.start < one.end and one.start < old.end for old in found)]
@@ -183,24 +138,16 @@ def find_values(text: str) -> tuple[Value, ...]:
 
 
 def _date(match: re.Match[str]) -> Value | None:
-    parts = match.groupdict()
-    readings: list[tuple[float, float, float]] = []
-    if parts["iso"]:
-        year, month, day = map(int, parts["iso"].split("-"))
-        readings = [(day, month, year)]
-    elif parts["numeric"]:
-        first, second, year = map(int, re.split("[./]", parts["numeric"]))
-        readings = [(first, second, year), (second, first, year)]
+    parts = {name.rstrip("23"): text for name, text in match.groupdict().items() if text}
+    if text := parts.get("iso") or parts.get("numeric"):
+        numbers = [int(number) for number in re.split("[-./]", text)]
+        readings = [numbers[::-1]] if "iso" in parts else [numbers, [numbers[1], numbers[0], numbers[2]]]
     else:
-        suffix = next(end for end in ("", "2", "3") if parts[f"day{end}"])
-        month_name = parts[f"month{suffix}"].rstrip(".").lower()
-        month = int(month_name) if month_name.isdecimal() else _MONTH_NUMBERS[month_name]
-        day_digits = re.match(r"\d+", parts[f"day{suffix}"])
-        assert day_digits is not None
-        readings = [(int(day_digits[0]), month, int(parts[f"year{suffix}"] or 0))]
-    valid = frozenset(reading for reading in readings if 1 <= reading[0] <= 31 and 1 <= reading[1] <= 12)
-    end = match.start() + len(match[0].rstrip("."))
-    return Value("date", valid, "", match.start(), end) if valid else None
+        name = parts["month"].rstrip(".").lower()
+        month = int(name) if name.isdecimal() else _MONTH_NUMBERS[name]
+        readings = [[int(re.sub(r"\D", "", parts["day"])), month, int(parts.get("year", 0))]]
+    valid = frozenset((day, month, year) for day, month, year in readings if 1 <= day <= 31 and 1 <= month <= 12)
+    return Value("date", valid, "", match.start(), match.start() + len(match[0].rstrip("."))) if valid else None
 
 
 def _time(match: re.Match[str]) -> Value:
@@ -211,7 +158,7 @@ def _time(match: re.Match[str]) -> Value:
     elif half.startswith(("a", "in the m")):
         hours = {hour % 12}
     else:
-        hours = {hour % 24, (hour + 12) % 24} if 1 <= hour <= 12 else {hour % 24}
+        hours = {hour % 24, (hour + 12 * (1 <= hour <= 12)) % 24}
     readings = frozenset((60.0 * one + minute,) for one in hours)
     return Value("time", readings, "", match.start(), match.start() + len(match[0].rstrip(".")))
 
@@ -227,20 +174,16 @@ def _fraction(match: re.Match[str]) -> Value:
 
 
 def _number(match: re.Match[str]) -> Value | None:
-    digits, scale = match["digits"], _SCALES.get((match["scale"] or "").lower(), 1.0)
-    scale = -scale if match["minus"] else scale
-    numbers = _read_digits(digits)
-    if not numbers:
-        return None
-    after = (match["unit"] or "").lower()
-    joined = "%" if after in ("per cent", "pour cent", "por ciento") else after
-    front = (match["front"] or "").lower()
-    unit = _UNIT_OF.get(front) or _UNIT_OF.get(joined, "")
-    is_part = bool(joined and joined in _UNIT_OF and _UNIT_OF[joined] == unit)
-    end = match.end("unit") if is_part else match.end("scale") if match["scale"] else match.end("digits")
+    scale = _SCALES.get((match["scale"] or "").lower(), 1.0) * (-1 if match["minus"] else 1)
+    after, front = (match["unit"] or "").lower(), (match["front"] or "").lower()
+    own = _UNIT_OF.get("%" if after in ("per cent", "pour cent", "por ciento") else after, "")
+    unit = _UNIT_OF.get(front, own)
+    is_part = bool(own) and own == unit
+    end = match.end("unit" if is_part else "scale" if match["scale"] else "digits")
     next_word = "" if is_part or front else unicodedata.normalize("NFKC", after).casefold()
-    readings = frozenset((round(number * scale, 6),) for number in numbers)
-    return Value("number", readings, unit, match.start("front") if front else match.start("digits"), end, next_word)
+    readings = frozenset((round(number * scale, 6),) for number in _read_digits(match["digits"]))
+    start = match.start("front" if front else "digits")
+    return Value("number", readings, unit, start, end, next_word) if readings else None
 
 
 def _read_digits(digits: str) -> list[float]:
@@ -249,19 +192,16 @@ def _read_digits(digits: str) -> list[float]:
         names = re.split("[- ]", digits.lower())
         # "one" is seldom a number: "one of the best".
         return [] if names == ["one"] else [float(sum(_WORD_NUMBERS[name] for name in names))]
-    plain = digits.replace(" ", "").replace("'", "").replace("’", "")
-    marks = [letter for letter in plain if letter in ".,"]
-    if not marks:
-        return [float(plain)]
+    plain = re.sub("[ '’]", "", digits)
+    marks = re.findall("[.,]", plain)
+    whole, _, rest = plain.rpartition(marks[-1]) if marks else (plain, "", "")
+    grouped = float(re.sub("[.,]", "", plain))
+    fraction = float(re.sub("[.,]", "", whole) + f".{rest}")
     if len(set(marks)) == 2:  # 1,234.5 or 1.234,5
-        decimal = marks[-1]
-        return [float(plain.replace("." if decimal == "," else ",", "").replace(decimal, "."))]
-    mark, last = marks[0], len(plain) - plain.rindex(marks[0]) - 1
-    grouped = float(plain.replace(mark, ""))
-    if len(marks) > 1:
+        return [fraction]
+    if len(marks) != 1:
         return [grouped]
-    fraction = float(plain.replace(mark, "."))
-    if last != 3:
+    if len(rest) != 3:
         return [fraction]
     # "31,400" has a thousands separator; "31.400" is also a decimal number.
-    return [grouped] if mark == "," else [grouped, fraction]
+    return [grouped] if marks == [","] else [grouped, fraction]

@@ -54,12 +54,15 @@ class Score:
 
 
 class Scorer(Protocol):
-    """Scores the answers to some questions. It is made from them and from training rows: `Labels(asked, training)`."""
+    """Scores the answers to some questions. It is made from them and from training rows: `Labels(asked, training)`.
+
+    A scorer may inherit from this class for the defaults.
+    """
 
     expected: list[str]
-    """The expected answer to each question, for display; an empty text if answers to it cannot be judged."""
-    hint: str
-    """An instruction that lists the labels, fields or tools, for a second prompt of the base model; may be empty."""
+    """What a right answer to each question says, for people; an empty text if answers to it cannot be judged."""
+    hint: str = ""
+    """An instruction that lists the labels, fields or tools, with which a base model is asked again."""
 
     def score(self, index: int, answer: str) -> Score:
         """Score an answer to the question with this index."""
@@ -67,7 +70,7 @@ class Scorer(Protocol):
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return further figures of the task, each from 0 to 1, such as the macro-F1 of labels."""
-        ...
+        return {}
 
 
 def score_answer(scorer: Scorer, index: int, answer: str, asked: ReferenceRow) -> Score:
@@ -92,14 +95,19 @@ def without_fence(text: str) -> str:
 
 def most_frequent(training: Sequence[ReferenceRow]) -> str:
     """Return the most frequent reply of the training rows, or an empty text if no reply occurs twice."""
-    texts = Counter(fold(row.reference).strip() for row in training)
-    folded, times = texts.most_common(1)[0] if texts else ("", 0)
-    return next(row.reference for row in training if fold(row.reference).strip() == folded) if times > 1 else ""
+    texts = [fold(row.reference).strip() for row in training]
+    folded, times = Counter(texts).most_common(1)[0] if texts else ("", 0)
+    return training[texts.index(folded)].reference if times > 1 else ""
+
+
+def said_pairs(expected: Sequence[str], scores: Sequence[Score]) -> list[tuple[str, str]]:
+    """Return what each judged answer should say, and what it says."""
+    return [(text, score.said) for text, score in zip(expected, scores, strict=True) if text]
 
 
 def macro_f1(pairs: Sequence[tuple[str, str]]) -> float:
     """Return the mean F1 over the expected labels; `pairs` are (expected, said)."""
-    expected, said = (Counter(part) for part in zip(*pairs, strict=True)) if pairs else (Counter(), Counter())
+    expected, said = (Counter(pair[side] for pair in pairs) for side in (0, 1))
     same = Counter(one for one, other in pairs if one == other)
     scores = [2 * same[label] / (expected[label] + said[label]) for label in expected]
     return sum(scores) / len(scores) if scores else 0.0

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tunewell.core.text import fold
-from tunewell.scoring.base import ReferenceRow, Score, macro_f1
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, macro_f1, said_pairs
 
 MAX_OPTIONS = 12
 _MIN_SHARE = 0.02
@@ -29,7 +29,7 @@ def find_options(replies: Sequence[str]) -> list[str]:
     return options if 2 <= len(options) <= MAX_OPTIONS and covered >= 0.9 * len(replies) else []
 
 
-class Choice:
+class Choice(Scorer):
     """One of a few options at the start of an answer."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
@@ -54,21 +54,16 @@ class Choice:
         return named.pop() if len(named) == 1 else ""
 
     def _at_start(self, text: str) -> str:
-        bare = re.sub(r"^[\W_]+", "", text)
-        # `yes or no` and `a cat` are not an option.
+        bare, others = re.sub(r"^[\W_]+", "", text), "|".join(map(re.escape, self.options))
+        # `yes or no` and `a cat` give no option.
         fitting = [
             option
             for option in self.options
-            if re.match(rf"{re.escape(option)}(?![\w'])(?!\s*(?:/|,|or\b|and\b)\s*(?:{self._pattern})\b)", bare)
+            if re.match(rf"{re.escape(option)}(?![\w'])(?!\s*(?:/|,|or\b|and\b)\s*(?:{others})\b)", bare)
             and (len(option) > 1 or re.match(r".(?:\W*$|[.,:;)\]\n]|\s+(?:because|since|as|is)\b)", bare))
         ]
         return max(fitting, key=len, default="")
 
-    @property
-    def _pattern(self) -> str:
-        return "|".join(map(re.escape, self.options))
-
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the macro-F1 over the options."""
-        pairs = [(text, score.said) for text, score in zip(self.expected, scores, strict=True) if text]
-        return {"macro-F1": macro_f1(pairs)}
+        return {"macro-F1": macro_f1(said_pairs(self.expected, scores))}

@@ -8,18 +8,17 @@ import re
 from collections.abc import Sequence
 
 from tunewell.core.text import fold
-from tunewell.scoring.base import ReferenceRow, Score, without_fence
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, said_pairs, without_fence
 
 _PROMPT = re.compile(r"^\$\s+")
 
 
-class Command:
+class Command(Scorer):
     """Shell commands: equal apart from spacing; case counts."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
         self._accepted = [[self.normal(text) for text in (row.reference, *row.answers)] for row in asked]
         self.expected = [accepted[0] for accepted in self._accepted]
-        self.hint = ""
 
     def normal(self, text: str) -> str:
         """Return a command on one line without a prompt sign."""
@@ -34,9 +33,7 @@ class Command:
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the share of answers that begin with the program of the reference."""
-        pairs = [
-            (text.partition(" ")[0], score.said) for text, score in zip(self.expected, scores, strict=True) if text
-        ]
+        pairs = said_pairs([text.partition(" ")[0] for text in self.expected], scores)
         return {"same program": sum(one == other for one, other in pairs) / len(pairs)} if pairs else {}
 
 

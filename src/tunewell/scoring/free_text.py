@@ -9,16 +9,15 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from tunewell.core.errors import UserError
-from tunewell.scoring.base import ReferenceRow, Score
+from tunewell.scoring.base import ReferenceRow, Score, Scorer
 
 
-class FreeText:
+class FreeText(Scorer):
     """Answers that are not judged."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
         self.expected = [""] * len(asked)
         self._words = [len(row.reference.split()) for row in asked]
-        self.hint = ""
 
     def score(self, index: int, answer: str) -> Score:
         """Return a score without a result; `said` is the number of words."""
@@ -30,7 +29,7 @@ class FreeText:
         return {"length / reference": median(shares)} if shares else {}
 
 
-class UserFunction:
+class UserFunction(Scorer):
     """A function of the user, `fn(question, answer, reference)`, that returns whether an answer is right.
 
     It may return a number from 0 to 1; an answer is right from 0.5.
@@ -39,7 +38,6 @@ class UserFunction:
     def __init__(self, function: Callable[[str, str, str], float | bool], asked: Sequence[ReferenceRow]) -> None:
         self._function, self._asked = function, asked
         self.expected = [row.reference for row in asked]
-        self.hint = ""
 
     def score(self, index: int, answer: str) -> Score:
         """Call the function; raise UserError if it fails, because it decides the verdict."""

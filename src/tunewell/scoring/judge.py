@@ -10,14 +10,15 @@ key          answer                                    result
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.resources import files
 
 from tunewell.core.text import SPACELESS_LETTER, fold, function_words
-from tunewell.scoring.answer_keys import ASKS_POLAR, AnswerKey, polarity, split_tokens
-from tunewell.scoring.answer_values import Value, find_values
+from tunewell.scoring.answer_keys import ASKS_POLAR, AnswerKey, content_words, polarity, split_tokens, words_of
+from tunewell.scoring.answer_values import find_values
+from tunewell.scoring.base import Score
 from tunewell.scoring.matching import is_refusal, match, stands_alone
+from tunewell.scoring.number import marked_results
+from tunewell.scoring.words import read_lines, word_set
 
 Span = tuple[int, int]
 
@@ -42,47 +43,25 @@ _LISTED = re.compile(
 )
 _OR_BEFORE = re.compile(r"\b(?:or|oder|ou)\s+(?:the |a |an |in |on |by |possibly |maybe |perhaps )?$")
 _OR_AFTER = re.compile(r"^[\s\"'*,]*(?:or|oder|ou)\s+(?!later\b|earlier\b|before\b|more\b|less\b|so\b)\w")
-_FINAL = re.compile(r"####\s*([^\n]+)|\\boxed\{([^{}]+)\}")
 _ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(?:is\s+)?([^\n]+)", re.IGNORECASE)
 _FIRST_CLAUSE = re.compile(r"[.,;:!?()\[\]\n。，、！？；：-]+")
-
-
 _VERSION = re.compile(r"\b(?:version|release|v)\s?\d|\bversion\b", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The result of judging one answer."""
-
-    is_right: bool | None
-    """None if the question has no key, so that answers cannot be judged."""
-    is_refusal: bool
-    """Whether the answer says that it is not known. A refusal is not right, unless the reference is one."""
-    because: str
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the answer is neither right nor a refusal."""
-        return self.is_right is False and not self.is_refusal
-
-
-def judge(answer: str, key: AnswerKey) -> Judgement:
+def judge(answer: str, key: AnswerKey) -> Score:
     """Judge an answer by the key of its question."""
     # "but" begins a clause, except here.
     text = re.sub(r"\b(?:anything|all) but\b", "never", fold(answer)).strip()
     refuses = is_refusal(text, is_answer=True)
     if key.is_refusal:
-        return Judgement(refuses, refuses, "a refusal is expected")
+        return Score(refuses, "a refusal is expected", is_refusal=refuses)
     if not key.accepted:
-        return Judgement(None, refuses, "the question has no key")
+        return Score(None, "the question has no key", is_refusal=refuses)
     found, because = _is_right(text, key)
-    if found:
-        return Judgement(True, False, because)
     # "I am not sure, but I think 3 March" states a value.
-    states = refuses and any(value for value in find_values(key.text)) and bool(_other_values(text, key))
-    if refuses and not states:
-        return Judgement(False, True, "refuses")
-    return Judgement(False, False, because)
+    if refuses and not found and not _other_values(text, key):
+        return Score(False, "refuses", is_refusal=True)
+    return Score(found, because)
 
 
 def contains_key(text: str, key: AnswerKey) -> bool:
@@ -96,9 +75,7 @@ def _is_right(text: str, key: AnswerKey) -> tuple[bool, str]:
         return False, contrary
     if key.is_polar:
         said = _said_polarity(text, key)
-        return said is not None and any(
-            said == polarity(parts[0]) for parts in key.accepted
-        ), f"says {said or 'neither'}"
+        return said is not None and said in map(polarity, key.first_parts), f"says {said or 'neither'}"
     if key.is_final:
         return _is_final_right(text, key)
     if key.reference and match(text, key.reference).exact:
@@ -126,16 +103,12 @@ def _problem(text: str, part: str, key: AnswerKey) -> str | None:
         return f"{part} is denied"
     if all(_is_one_of_several(text, place, key) for place in stated):
         return f"{part} is one of several"
-    if any(
-        _bound(text, place) * _bound(fold(key.reference), own) < 0 for place in stated for own in _find_all(part, key)
-    ):
+    reference = fold(key.reference)
+    bounds = [_bound(reference, place) for place in _find(reference, part, key)]
+    if any(_bound(text, place) * bound < 0 for place in stated for bound in bounds):
         return f"{part} is the other bound"
     rival = _stated_rival(text, stated, key)
     return f"{rival} is stated too" if rival else None
-
-
-def _find_all(part: str, key: AnswerKey) -> list[Span]:
-    return list(_find(fold(key.reference), part, key))
 
 
 def _is_asked(text: str, place: Span) -> bool:
@@ -145,70 +118,49 @@ def _is_asked(text: str, place: Span) -> bool:
 
 
 _AT_LEAST = re.compile(
-    r"\b(?:at least|no (?:less|fewer) than|more than|over|above|from|minimum(?: of)?|mindestens|au moins|al menos|>=?)"
-    r"\s+(?:\S+\s+){0,1}$"
+    r"\b(?:at least|not? (?:less|fewer) than|(?<!no )(?<!not )more than|over|above|from|minimum(?: of)?|mindestens"
+    r"|au moins|al menos|>=?)\s+(?:\S+\s+)?$"
 )
 _AT_MOST = re.compile(
     r"\b(?:at most|no more than|not more than|less than|fewer than|under|below|up to|maximum(?: of)?|höchstens|au plus|"
-    r"como máximo|<=?)\s+(?:\S+\s+){0,1}$"
+    r"como máximo|<=?)\s+(?:\S+\s+)?$"
 )
 
 
 def _bound(text: str, place: Span) -> int:
     """Return 1 if a value is a lower bound (`at least 3`), -1 if it is an upper bound, and 0 if it is neither."""
     before, after = _clause_around(text, place)
-    # "no less than 3" and "not more than 3" are found by their longer forms first.
-    if re.search(r"\bno(?:t)? more than\s+(?:\S+\s+)?$", before) or re.match(r"\W*or (?:less|fewer|under)\b", after):
+    if re.match(r"\W*or (?:less|fewer|under)\b", after):
         return -1
-    if re.search(r"\bno(?:t)? (?:less|fewer) than\s+(?:\S+\s+)?$", before) or re.match(r"\W*or more\b", after):
+    if _AT_LEAST.search(before) or re.match(r"\W*or more\b", after):
         return 1
-    return 1 if _AT_LEAST.search(before) else -1 if _AT_MOST.search(before) else 0
+    return -1 if _AT_MOST.search(before) else 0
 
 
 def _stated_rival(text: str, stated: list[Span], key: AnswerKey) -> str | None:
     """Return a rival that an answer states in the same way as the key: `It is red. It is blue.`"""
-    own_words = set[str]()
-    for place in stated:
-        own_words |= _rest_of_clause(text, place)
-    known = own_words | {fold(token.text) for token in split_tokens(key.question)}
+    known = words_of(key.question).union(*(_rest_of_clause(text, place) for place in stated))
+    known |= {word for one in (*key.rivals, key.text) for word in fold(one).split()}
     for rival in key.rivals:
-        if fold(rival) not in text:
+        if fold(rival) not in text or any(_find(fold(key.reference), rival, key)):
             continue
-        places = [
-            span
-            for span in _find(text, rival, key)
-            if all(span[1] <= place[0] or span[0] >= place[1] for place in stated)
-            and not _is_denied(text, span)
-            and not _is_asked(text, span)
-        ]
-        others = {word for one in (*key.rivals, key.text) for word in fold(one).split()}
-        if any(_rest_of_clause(text, span) <= known | others for span in places) and not _is_in(
-            key.reference, rival, key
-        ):
-            return rival
+        for span in _find(text, rival, key):
+            is_stated = not _is_denied(text, span) and not _is_asked(text, span)
+            if is_stated and all(_are_apart(span, one) for one in stated) and _rest_of_clause(text, span) <= known:
+                return rival
     return None
-
-
-def _is_in(reference: str, part: str, key: AnswerKey) -> bool:
-    return any(_find(fold(reference), part, key))
 
 
 def _rest_of_clause(text: str, place: Span) -> set[str]:
     """Return the content words of the clause around a place."""
-    before, after = _clause_around(text, place)
-    common = function_words()["en"] | _PLAIN
-    return {word for token in split_tokens(f"{before} {after}") if (word := fold(token.text)) not in common}
-
-
-_PLAIN = frozenset("a i in is for on by and with as or from do if it its also maybe perhaps possibly".split())  # noqa: SIM905
+    return words_of(" ".join(_clause_around(text, place))) - function_words()["en"] - word_set("plain")
 
 
 @cache
 def _opposites() -> dict[str, tuple[int, int]]:
     """Return the group and the side (1 or -1) of each word of `opposites.txt`."""
     found: dict[str, tuple[int, int]] = {}
-    lines = files("tunewell.scoring").joinpath("opposites.txt").read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(line for line in lines if not line.startswith("#")):
+    for number, line in enumerate(read_lines("opposites.txt")):
         for side, words in zip((1, -1), line.split("|"), strict=True):
             found |= dict.fromkeys(words.split(), (number, side))
     return found
@@ -218,8 +170,8 @@ def _sides(text: str) -> dict[int, int]:
     """Return the side that a text takes in each pair of opposites, with `not` and the like; 0 if it takes both."""
     found: dict[int, int] = {}
     for word in re.finditer(r"[^\W\d_]+", text):
-        if (entry := _opposites().get(word[0])) is not None:
-            group, side = entry
+        if word[0] in _opposites():
+            group, side = _opposites()[word[0]]
             negated = re.search(
                 r"\b(?:not|never|no|isn't|aren't|wasn't|weren't|cannot)\s+(?:\w+\s)?$", text[: word.start()]
             )
@@ -239,14 +191,8 @@ def _contradicts(text: str, key: AnswerKey) -> str | None:
         if side and said.get(group) == -side and (group not in asked or asked[group]):
             return "says the opposite"
     words, own = ([token.word for token in split_tokens(one)] for one in (text, reference))
-    if (
-        len(own) > 2
-        and words != own
-        and sorted(words) == sorted(own)
-        and not re.search(r"\b(?:and|or|und|et|y)\b|,", reference)
-    ):
-        return "has the words in another order"
-    return None
+    is_list = re.search(r"\b(?:and|or|und|et|y)\b|,", reference) or len(own) <= 2
+    return "has the words in another order" if not is_list and words != own and sorted(words) == sorted(own) else None
 
 
 def _find(text: str, part: str, key: AnswerKey) -> Iterator[Span]:
@@ -277,89 +223,76 @@ def _pattern(part: str) -> re.Pattern[str]:
 @lru_cache(maxsize=4096)
 def _known_words(question: str) -> frozenset[str]:
     """Return the words that may follow a number without its unit: function words, and words of the question."""
-    return (
-        function_words()["en"]
-        | {"a", "is", "in", "and", "for", "on", "or", "as", "per", "each", "annually", "yearly"}
-        | {fold(token.text) for token in split_tokens(question)}
-    )
+    return function_words()["en"] | word_set("after number") | words_of(question)
 
 
 def _clause_around(text: str, place: Span) -> tuple[str, str]:
     """Return the text of the same clause before and after a place."""
     before, after = text[: place[0]], text[place[1] :]
-    starts = [found.end() for found in _CLAUSE_END.finditer(before)]
-    end = _CLAUSE_END.search(after)
-    return before[starts[-1] if starts else 0 :], after[: end.start() if end else len(after)]
+    start = max((found.end() for found in _CLAUSE_END.finditer(before)), default=0)
+    return before[start:], _CLAUSE_END.split(after, maxsplit=1)[0]
 
 
 def _is_denied(text: str, place: Span) -> bool:
     before, after = _clause_around(text, place)
-    return _DENIED_BEFORE.search(before) is not None or _DENIED_AFTER.search(after) is not None
+    return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.search(after))
 
 
 def _is_one_of_several(text: str, place: Span, key: AnswerKey) -> bool:
     """Return True if an answer lists the key with other values, so that it does not choose."""
-    before, after = text[: place[0]], text[place[1] :]
-    has_or = " or " in f" {fold(key.reference)} "
-    if not has_or and (_OR_BEFORE.search(before[-40:]) or _OR_AFTER.search(after[:40])):
+    before, after = text[: place[0]][-40:], text[place[1] :][:40]
+    if " or " not in f" {fold(key.reference)} " and (_OR_BEFORE.search(before) or _OR_AFTER.search(after)):
         return True
-    others = _other_values(text, key)
-    for rival in key.rivals:
-        if fold(rival) in text:  # values are compared above
-            others += [span for span in _find(text, rival, key) if span[1] <= place[0] or span[0] >= place[1]]
-    for start, end in others:
-        between = text[end : place[0]] if end <= place[0] else text[place[1] : start]
-        if len(between) <= 40 and _LISTED.search(between):
-            return True
-    return False
+    rivals = [span for rival in key.rivals if fold(rival) in text for span in _find(text, rival, key)]
+    gaps = [
+        text[end : place[0]] if end <= place[0] else text[place[1] : start]
+        for start, end in [*_other_values(text, key), *(span for span in rivals if _are_apart(span, place))]
+    ]
+    return any(len(gap) <= 40 and _LISTED.search(gap) for gap in gaps)
+
+
+def _are_apart(one: Span, other: Span) -> bool:
+    return one[1] <= other[0] or one[0] >= other[1]
 
 
 def _other_values(text: str, key: AnswerKey) -> list[Span]:
     """Return the places of values of the key's kind that neither the key nor the question or the reference contains."""
     expected = [value for parts in key.accepted for part in parts for value in find_values(part)]
-    if not expected:
-        return []
     known = [*expected, *find_values(key.question), *find_values(key.reference)]
-
-    def is_other(value: Value) -> bool:
-        counts_something = bool(value.next_word) and value.next_word not in _known_words("")
-        is_same_kind = any(one.kind == value.kind and value.unit in ("", one.unit) for one in expected)
-        return is_same_kind and not counts_something and not any(one.readings & value.readings for one in known)
-
-    return [(value.start, value.end) for value in find_values(text) if is_other(value)]
+    return [
+        (value.start, value.end)
+        for value in find_values(text)
+        if any(one.kind == value.kind and value.unit in ("", one.unit) for one in expected)
+        and (not value.next_word or value.next_word in _known_words(""))
+        and not any(one.readings & value.readings for one in known)
+    ]
 
 
 def _said_polarity(text: str, key: AnswerKey) -> str | None:
     """Return whether an answer says yes, no or maybe: in its first clause, or as `the answer is yes`."""
-    clauses = [clause for raw in _FIRST_CLAUSE.split(text.replace("*", "")) if (clause := raw.strip())]
-    if not clauses:
-        return None
-    said = list(dict.fromkeys(found for clause in clauses[:1] for word in _ends(clause) if (found := polarity(word))))
-    if named := _ANSWER_IS.search(text):
-        word = next(iter(re.findall(r"[^\W\d_]+", named[1])), "")
-        said = [found] if (found := polarity(word)) else said
+    clauses = filter(None, map(str.strip, _FIRST_CLAUSE.split(text.replace("*", ""))))
+    said = {found for word in _ends(next(clauses, "")) if (found := polarity(word))}
+    named = _ANSWER_IS.search(text)
+    if named and (word := re.search(r"[^\W\d_]+", named[1])) and (found := polarity(word[0])):
+        said = {found}
     if len(said) == 1:
-        return said[0]
+        return said.pop()
     is_asked = key.origin == "derived" or ASKS_POLAR.match(key.question)
     return _implied_polarity(text, key) if is_asked and not said else None
 
 
 def _ends(clause: str) -> list[str]:
-    words = clause.split()
     if re.search(r"\b(?:yes (?:and|or) no|ja (?:und|oder) nein)\b", clause):
         return ["yes", "no"]
-    return [words[0], words[-1]]
+    words = clause.split()
+    return [*words[:1], *words[-1:]]
 
 
 def _implied_polarity(text: str, key: AnswerKey) -> str | None:
     """Return what a statement without yes or no implies, if it repeats at least half of the question's content."""
-
-    def content(part: str) -> set[str]:
-        return {token.word for token in split_tokens(part) if fold(token.text) not in function_words()["en"]}
-
     sentence = re.split(r"[.!?\n]", text.strip())[0]
-    asked = content(key.question)
-    if not asked or len(asked & content(sentence)) < len(asked) / 2:
+    asked = content_words(key.question)
+    if not asked or len(asked & content_words(sentence)) < len(asked) / 2:
         return None
     denies = re.search(r"\b(?:no|not|never|none|without|neither|cannot)\b|n't\b", sentence)
     return "no" if denies else "yes"
@@ -367,18 +300,15 @@ def _implied_polarity(text: str, key: AnswerKey) -> str | None:
 
 def _is_final_right(text: str, key: AnswerKey) -> tuple[bool, str]:
     """Compare only the result of an answer: after `####`, in a box, after `answer`, or its last number."""
-    marked = [found[1] or found[2] for found in _FINAL.finditer(text)] or [
-        found[1] for found in _ANSWER_IS.finditer(text)
-    ]
-    for parts in key.accepted:
-        expected = find_values(parts[0])
-        if not expected:
-            result = marked[-1] if marked else text.splitlines()[-1] if text else ""
-            if match(result, parts[0]).contains:
-                return True, f"the result is {parts[0]}"
-            continue
-        found = (find_values(marked[-1])[:1] if marked else ()) or find_values(text)[-1:]
-        # Units are not compared: `#### 10` stands for dollars as well as for minutes.
-        if found and found[0].readings & expected[0].readings:
-            return True, f"the result is {parts[0]}"
+    marked = marked_results(text) or _ANSWER_IS.findall(text)
+    last = marked[-1] if marked else text.splitlines()[-1] if text else ""
+    for part in key.first_parts:
+        if expected := find_values(part):
+            found = (find_values(last)[:1] if marked else ()) or find_values(text)[-1:]
+            # Units are not compared: `#### 10` stands for dollars as well as for minutes.
+            is_same = bool(found and found[0].readings & expected[0].readings)
+        else:
+            is_same = match(last, part).contains
+        if is_same:
+            return True, f"the result is {part}"
     return False, f"the result is not {key.text}"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tunewell.core.text import fold
-from tunewell.scoring.base import ReferenceRow, Score, macro_f1
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, macro_f1, said_pairs
 
 _MAX_LISTED = 400
 """Maximum number of labels that are listed in a prompt."""
@@ -13,14 +13,13 @@ _AROUND = " \t\n.,;:!?\"'`*“”«»()"
 _SEPARATORS = re.compile(r"[\s_-]+")
 
 
-class Labels:
+class Labels(Scorer):
     """Exact labels. Spellings that differ in case, spaces, `_` and `-` are one label."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
-        counts = Counter(row.reference.strip() for row in [*training, *asked] if row.reference.strip())
-        self.labels: dict[str, str] = {}
-        for text, _ in counts.most_common():
-            self.labels.setdefault(fold_label(text), text)
+        counts = Counter(row.reference.strip() for row in [*training, *asked])
+        # The most frequent spelling of a label is last, and so is kept.
+        self.labels = {fold_label(text): text for text, _ in reversed(counts.most_common()) if text}
         self._accepted = [[fold_label(text) for text in (row.reference, *row.answers) if text.strip()] for row in asked]
         self.expected = [self.labels.get(accepted[0], "") if accepted else "" for accepted in self._accepted]
         listed = "\n".join(sorted(self.labels.values()))
@@ -36,9 +35,8 @@ class Labels:
         return Score(said in accepted, because, said=label)
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
-        """Return the macro-F1: the mean over the labels, each with the same weight."""
-        pairs = [(text, score.said) for text, score in zip(self.expected, scores, strict=True) if text]
-        return {"macro-F1": macro_f1(pairs)}
+        """Return the macro-F1: the mean over the labels, however rare they are."""
+        return {"macro-F1": macro_f1(said_pairs(self.expected, scores))}
 
 
 def fold_label(text: str) -> str:

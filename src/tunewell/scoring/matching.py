@@ -5,9 +5,9 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.resources import files
 
 from tunewell.core.text import SPACELESS, SPACELESS_LETTER, fold, is_punctuation, space_out
+from tunewell.scoring.words import read_lines
 
 SHORT_WORDS = 30
 """Maximum number of words in a reference for which an answer counts as right or wrong: one or two sentences with a
@@ -53,9 +53,9 @@ def match(answer: str, reference: str) -> Match:
     expected, found = _normal(reference), _normal(answer)
     if not expected:
         return Match(exact=False, contains=False, f1=0.0)
-    exact = found == expected
-    contains = exact or _contains(answer, found, expected)
-    return Match(exact=exact, contains=contains, f1=1.0 if exact else _f1(answer, reference))
+    if found == expected:
+        return Match(exact=True, contains=True, f1=1.0)
+    return Match(exact=False, contains=_contains(answer, found, expected), f1=_f1(answer, reference))
 
 
 def is_short_reference(reference: str) -> bool:
@@ -76,8 +76,7 @@ def is_refusal(text: str, *, is_answer: bool = False) -> bool:
 
 @cache
 def _refusals() -> re.Pattern[str]:
-    table = files("tunewell.scoring").joinpath("refusals.txt").read_text(encoding="utf-8")
-    patterns = [line.partition(": ")[2] for line in table.splitlines() if not line.startswith("#")]
+    patterns = [line.partition(": ")[2] for line in read_lines("refusals.txt")]
     return re.compile("|".join(patterns).replace("SOURCES", _SOURCES))
 
 
@@ -89,13 +88,10 @@ def _normal(text: str) -> str:
 
 def _bare(word: str) -> str:
     """Strip the punctuation around a word, but keep the sign of a number: `(-5).` becomes `-5`."""
-    begin, end = 0, len(word)
-    while end > begin and _is_around(word[end - 1]):
-        end -= 1
-    while begin < end and _is_around(word[begin]):
-        begin += 1
-    is_signed = begin > 0 and word[begin - 1] == "-" and word[begin : begin + 1].isdigit()
+    inside = [index for index, letter in enumerate(word) if not _is_around(letter)]
+    begin, end = (inside[0], inside[-1] + 1) if inside else (0, 0)
     # The dash of a list item is separated by a space; a dash after a bracket or a quote is a sign.
+    is_signed = begin > 0 and word[begin - 1] == "-" and word[begin].isdigit()
     return word[begin - is_signed : end]
 
 
@@ -121,24 +117,23 @@ def _contains(answer: str, found: str, expected: str) -> bool:
 
 def _first_clause(answer: str) -> str:
     """Return the normalised first clause of an answer, which contains a yes or no, or "" for an empty answer."""
-    clauses = (_normal(clause) for clause in _CLAUSE_END.split(fold(answer)))
-    return next((clause for clause in clauses if clause), "")
+    return next(filter(None, map(_normal, _CLAUSE_END.split(fold(answer)))), "")
 
 
 def stands_alone(text: str, start: int, end: int) -> bool:
-    before, after = text[:start][-2:], text[end:][:2]
-    first, last = text[start], text[end - 1]
-    return not (_runs_on_before(before, first, text[start:end]) or _runs_on_after(after, last, text[start:end]))
+    """Return True if a part of a text is neither the end nor the beginning of a longer word or number."""
+    part = text[start:end]
+    return not (_runs_on_before(text[:start][-2:], part) or _runs_on_after(part, text[end:][:2]))
 
 
-def _runs_on_before(before: str, first: str, match: str) -> bool:
-    """Return True if the match that begins with `first` is the end of a longer word or number."""
+def _runs_on_before(before: str, part: str) -> bool:
+    """Return True if a part is the end of a longer word or number that begins with `before`."""
     if not before:
         return False
-    near, far = before[-1], before[:-1]
+    near, far, first = before[-1], before[:-1], part[0]
     if SPACELESS_LETTER.match(first):
         # 不是 does not contain 是.
-        return len(match) <= 2 and near in "不没沒非未無无"
+        return len(part) <= 2 and near in "不没沒非未無无"
     if first.isdigit():
         is_joined = near in ".,:/'" and far.isdigit()
         is_negative = near == "-" and not far.isalpha()
@@ -146,12 +141,13 @@ def _runs_on_before(before: str, first: str, match: str) -> bool:
     if first == "-":
         return _is_word(near)
     if first.isalnum():
-        return _is_word(near) or (near == "-" and len(match) <= 3)
+        return _is_word(near) or (near == "-" and len(part) <= 3)
     return False
 
 
-def _runs_on_after(after: str, last: str, match: str) -> bool:
-    """Return True if the match that ends with `last` is the beginning of a longer word or number."""
+def _runs_on_after(part: str, after: str) -> bool:
+    """Return True if a part is the beginning of a longer word or number that ends with `after`."""
+    last = part[-1]
     if not after or SPACELESS_LETTER.match(last):
         return False
     near, far = after[0], after[1:]
@@ -160,7 +156,7 @@ def _runs_on_after(after: str, last: str, match: str) -> bool:
     if not last.isalnum():
         return False
     is_contraction = near == "'" and far.isalpha() and far != "s"
-    return _is_word(near) or is_contraction or near in "#+" or (near == "-" and len(match) <= 3)
+    return _is_word(near) or is_contraction or near in "#+" or (near == "-" and len(part) <= 3)
 
 
 def _is_word(letter: str) -> bool:
@@ -170,12 +166,8 @@ def _is_word(letter: str) -> bool:
 
 
 def _f1(answer: str, reference: str) -> float:
-    found, expected = _squad_words(answer), _squad_words(reference)
-    same = sum((Counter(found) & Counter(expected)).values())
-    if not same:
-        return 0.0
-    precision, recall = same / len(found), same / len(expected)
-    return 2 * precision * recall / (precision + recall)
+    found, expected = Counter(_squad_words(answer)), Counter(_squad_words(reference))
+    return 2 * (found & expected).total() / max(1, found.total() + expected.total())
 
 
 def _squad_words(text: str) -> list[str]:

@@ -8,22 +8,21 @@ from collections.abc import Sequence
 
 from tunewell.core.text import fold
 from tunewell.scoring.answer_values import Value, find_values
-from tunewell.scoring.base import ReferenceRow, Score
+from tunewell.scoring.base import ReferenceRow, Score, Scorer
 
-FINAL = re.compile(r"####\s*([^\n]+)|\\boxed\{([^{}]+)\}")
-"""Patterns of the marked result of a solution."""
+_FINAL = re.compile(r"####\s*([^\n]+)|\\boxed\{([^{}]+)\}")
+"""The marked result of a solution."""
 _ANSWER_IS = re.compile(r"\banswer\s*(?:is|:|=)\s*([^\n]+)")
 _DECIMALS = re.compile(r"\d*[.](\d{2,})\b")
 
 
-class Number:
+class Number(Scorer):
     """The final number of an answer."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
         texts = [row.answers[0] if row.answers else row.reference for row in asked]
         self._results = [result(text) for text in texts]
         self.expected = [text for _, text in self._results]
-        self.hint = ""
 
     def score(self, index: int, answer: str) -> Score:
         """Compare the result of the answer with that of the reference."""
@@ -41,12 +40,15 @@ class Number:
         return {"answers with a number": sum(bool(score.said) for score in judged) / len(judged)} if judged else {}
 
 
+def marked_results(text: str) -> list[str]:
+    """Return the texts that a solution marks as results: after `####`, or in a box."""
+    return [found[1] or found[2] for found in _FINAL.finditer(text)]
+
+
 def result(text: str) -> tuple[Value | None, str]:
     """Return the result of a solution and its text, or None if it has no number."""
     folded = fold(text)
-    marked = [found[1] or found[2] for found in FINAL.finditer(folded)]
-    stated = [found[1] for found in _ANSWER_IS.finditer(folded)]
-    for part, index in ((marked, 0), (stated, 0), ([folded], -1)):
+    for part, index in ((marked_results(folded), 0), (_ANSWER_IS.findall(folded), 0), ([folded], -1)):
         values = [value for value in find_values(part[-1]) if value.kind == "number"] if part else []
         if values:
             value = values[index]

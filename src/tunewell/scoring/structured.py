@@ -2,18 +2,19 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunewell.core.text import fold
-from tunewell.scoring.base import ReferenceRow, Score, without_fence
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, without_fence
 
 _MAX_FIELDS = 60
 _TOOL_TAG = re.compile(r"<(tool_call|function_call|functioncall)>\s*(.*?)\s*(?:</\1>|\Z)", re.DOTALL)
 _TOOL_MARK = re.compile(r"\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>")
 _CALL = re.compile(r"\[?\s*([A-Za-z_][\w.]*)\((.*?)\)\s*[,;\]]?", re.DOTALL)
 _ARGUMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^,()]+)")
+_NO_FORM = "not in the form of the task"
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
@@ -37,21 +38,19 @@ def parse_calls(text: str) -> list[dict[str, Any]]:
     if found or tagged:
         return found
     bare = without_fence(text)
-    calls = list(_CALL.finditer(bare))
-    rest = _CALL.sub("", bare).strip(" \n\t[],;")
-    if not calls or rest:
+    if _CALL.sub("", bare).strip(" \n\t[],;"):
         return []
     return [
-        {"name": call[1], "arguments": dict(_argument(one) for one in _ARGUMENT.finditer(call[2]))} for call in calls
+        {"name": name, "arguments": {key: _value(value.strip()) for key, value in _ARGUMENT.findall(arguments)}}
+        for name, arguments in _CALL.findall(bare)
     ]
 
 
-def _argument(found: re.Match[str]) -> tuple[str, Any]:
-    text = found[2].strip()
+def _value(text: str) -> Any:
     try:
-        return found[1], json.loads(text)
+        return json.loads(text)
     except ValueError:
-        return found[1], text.strip("'\"")
+        return text.strip("'\"")
 
 
 def _calls_in(tree: Any) -> list[dict[str, Any]]:
@@ -60,11 +59,10 @@ def _calls_in(tree: Any) -> list[dict[str, Any]]:
         return [call for one in tree for call in _calls_in(one)]
     if not isinstance(tree, dict):
         return []
-    if "tool_calls" in tree:
-        return _calls_in(tree["tool_calls"])
-    call = tree.get("function") if isinstance(tree.get("function"), dict) else tree
-    assert isinstance(call, dict)
-    name, arguments = call.get("name"), next((call[key] for key in _ARGUMENTS if key in call), None)
+    for wrapper in ("tool_calls", "function"):
+        if isinstance(tree.get(wrapper), dict | list):
+            return _calls_in(tree[wrapper])
+    name, arguments = tree.get("name"), next((tree[key] for key in _ARGUMENTS if key in tree), None)
     if isinstance(arguments, str):
         arguments = parse_json(arguments)
     return [{"name": name, "arguments": arguments}] if isinstance(name, str) and isinstance(arguments, dict) else []
@@ -79,10 +77,11 @@ def flat_fields(tree: Any, front: str = "") -> dict[str, str]:
     return {front.rstrip(".") or ".": " ".join(fold(text).split())}
 
 
-class Json:
+class Json(Scorer):
     """JSON objects or lists, field by field."""
 
     noun = "fields"
+    ask = "Answer with a JSON object only. These are its possible fields"
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
         self._references = [self._fields(row.reference) for row in asked]
@@ -90,11 +89,9 @@ class Json:
             without_fence(row.reference) if found else "" for row, found in zip(asked, self._references, strict=True)
         ]
         seen = (self._fields(row.reference) or {} for row in training)
-        names = Counter(name for fields in seen for name in {self._name(path) for path in fields})
-        self.hint = self._hint([name for name, _ in names.most_common(_MAX_FIELDS)])
-
-    def _hint(self, names: Sequence[str]) -> str:
-        return f"Answer with a JSON object only. These are its possible fields: {', '.join(names)}." if names else ""
+        names = Counter(name for fields in seen for name in dict.fromkeys(map(self._name, fields)))
+        listed = ", ".join(name for name, _ in names.most_common(_MAX_FIELDS))
+        self.hint = f"{self.ask}: {listed}." if listed else ""
 
     def _fields(self, text: str) -> dict[str, str] | None:
         """Return the fields of a text; None if it does not have the form of the task."""
@@ -109,26 +106,26 @@ class Json:
         """Compare the fields of the answer with those of the reference."""
         expected, found = self._references[index], self._fields(answer)
         if expected is None:
-            return Score(None, "the reference is not in the form of the task")
+            return Score(None, "the reference has not the form of the task")
+        said = found or {}
         marks = {
-            path: "missing" if found is None or path not in found else "right" if found[path] == text else "wrong"
+            path: "missing" if path not in said else "right" if said[path] == text else "wrong"
             for path, text in expected.items()
         }
-        marks |= dict.fromkeys([path for path in found or {} if path not in expected], "extra")
+        marks |= {path: "extra" for path in said if path not in expected}
         bad = [f"{path} is {mark}" for path, mark in marks.items() if mark != "right"]
-        because = "not in the form of the task" if found is None else ", ".join(bad[:3]) or "all fields agree"
+        because = _NO_FORM if found is None else ", ".join(bad[:3]) or "all fields agree"
         return Score(found is not None and not bad, because, fields=marks)
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the share of answers that parse, and the micro F1 over all fields."""
         marks = [mark for score in scores for mark in score.fields.values()]
         num = Counter(marks)
-        pairs = 2 * num["right"] + 2 * num["wrong"] + num["missing"] + num["extra"]
-        judged = [score for score in scores if score.right is not None]
-        parsed = sum(score.because != "not in the form of the task" for score in judged)
+        pairs = num.total() + num["right"] + num["wrong"]
+        parsed = [score.because != _NO_FORM for score in scores if score.right is not None]
         return {
-            f"F1 over {self.noun}": 2 * num["right"] / pairs if pairs else 0.0,
-            "answers of this form": parsed / len(judged) if judged else 0.0,
+            f"F1 over {self.noun}": 2 * num["right"] / max(1, pairs),
+            "answers of this form": sum(parsed) / max(1, len(parsed)),
         }
 
 
@@ -136,25 +133,17 @@ class Tools(Json):
     """Tool calls: the name and the arguments of each call, in any order of the calls."""
 
     noun = "names and arguments"
-
-    def _hint(self, names: Sequence[str]) -> str:
-        return (
-            'Answer with a tool call only, as {"name": ..., "arguments": {...}}. '
-            f"These are the tools with their arguments: {', '.join(names)}."
-            if names
-            else ""
-        )
+    ask = 'Answer with a tool call only, as {"name": ..., "arguments": {...}}. These are the tools with their arguments'
 
     def _fields(self, text: str) -> dict[str, str] | None:
         calls = parse_calls(text)
         if not calls:
             # A row without a call: any text without a call is right.
             return {"no call": ""} if text.strip() and parse_json(text) is None else None
-        found: dict[str, str] = {}
-        numbers = Counter[str]()
+        found, numbers = dict[str, str](), Counter[str]()
         for call in sorted(calls, key=lambda call: json.dumps(call, sort_keys=True, default=str)):
             numbers[call["name"]] += 1
-            front = call["name"] + ("" if numbers[call["name"]] == 1 else f" {numbers[call['name']]}")
+            front = call["name"] if numbers[call["name"]] == 1 else f"{call['name']} {numbers[call['name']]}"
             found[front] = "called"
             found |= {f"{front}.{path}": value for path, value in flat_fields(call["arguments"]).items() if path != "."}
         return found
@@ -162,8 +151,8 @@ class Tools(Json):
 
 def count_fields(scores: Sequence[Mapping[str, str]]) -> dict[str, Counter[str]]:
     """Return how often each field was right, wrong, missing or extra, by name, most frequent first."""
-    counts: dict[str, Counter[str]] = {}
+    counts = defaultdict[str, Counter[str]](Counter)
     for fields in scores:
         for path, mark in fields.items():
-            counts.setdefault(Json._name(path), Counter())[mark] += 1
+            counts[Json._name(path)][mark] += 1
     return dict(sorted(counts.items(), key=lambda item: -item[1].total()))

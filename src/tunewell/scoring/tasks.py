@@ -19,8 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
@@ -38,8 +37,9 @@ from tunewell.scoring.choice import find_options
 from tunewell.scoring.free_text import UserFunction
 from tunewell.scoring.labels import fold_label
 from tunewell.scoring.matching import is_refusal, is_short_reference
-from tunewell.scoring.number import FINAL
+from tunewell.scoring.number import marked_results
 from tunewell.scoring.structured import parse_calls, parse_json
+from tunewell.scoring.words import read_lines, word_set
 
 _NEARLY_ALL, _MOST, _SOME = 0.9, 0.6, 0.3
 """Share of the replies that must have a form. A tenth may be ordinary instructions that were mixed in."""
@@ -78,7 +78,11 @@ class _Rows:
 
     def share(self, test: Callable[[str], object]) -> float:
         """Return the share of the replies that pass a test."""
-        return sum(bool(test(reply)) for reply in self.replies) / len(self.rows)
+        return fmean(bool(test(reply)) for reply in self.replies)
+
+    def have(self, share: float, form: str) -> str:
+        """Return a sentence: this share of the replies has a form."""
+        return f"{percent(share, 0)} of {count(self.num_rows, 'reply', 'replies')} {form}"
 
 
 def find_task(
@@ -100,14 +104,11 @@ def find_task(
     for name, find in _FINDERS:
         if because := find(found):
             return Chosen(value=name, because=because)
-    partly = max((parse_json, "parse as JSON"), (parse_calls, "are tool calls"), key=lambda one: found.share(one[0]))
-    share = found.share(partly[0])
-    note = (
-        f"; {percent(share, 0)} of the replies {partly[1]}, at least {percent(_NEARLY_ALL, 0)} are needed"
-        if share > 0.3
-        else ""
-    )
-    return Chosen(value="text", because=f"the replies have no common form that can be checked{note}")
+    because = "the replies have no common form that can be checked"
+    share, form = max((found.share(parse_json), "parse as JSON"), (found.share(parse_calls), "are tool calls"))
+    if share > 0.3:
+        because += f"; {percent(share, 0)} of the replies {form}, {percent(_NEARLY_ALL, 0)} are needed to score that"
+    return Chosen(value="text", because=because)
 
 
 def is_chat_export(formats: AbstractSet[str]) -> bool:
@@ -125,63 +126,48 @@ def make_scorer(
     return SCORERS.load(task)(asked, training)
 
 
+def _find_form(found: _Rows, *, test: Callable[[str], object], form: str, least: float = _NEARLY_ALL) -> str | None:
+    """Return the reason for a task whose replies pass a test, or None if too few pass it."""
+    share = found.share(test)
+    return found.have(share, form) if share >= least else None
+
+
 def _tools(found: _Rows) -> str | None:
     # Prose has brackets too, so `search(q="tea")` is a call only if nearly all replies are calls.
-    marked, all_calls = (
-        found.share(lambda text: re.search(r"[{<]", text) and parse_calls(text)),
-        found.share(parse_calls),
-    )
-    if marked < _SOME and all_calls < _NEARLY_ALL:
-        return None
-    return f"{percent(max(marked, all_calls), 0)} of {count(found.num_rows, 'reply', 'replies')} call a tool"
+    marked = found.share(lambda text: re.search(r"[{<]", text) and parse_calls(text))
+    all_calls = found.share(parse_calls)
+    is_found = marked >= _SOME or all_calls >= _NEARLY_ALL
+    return found.have(max(marked, all_calls), "call a tool") if is_found else None
 
 
-def _json(found: _Rows) -> str | None:
-    share = found.share(lambda text: parse_json(text) is not None)
-    return (
-        f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} are JSON" if share >= _NEARLY_ALL else None
-    )
+def _is_sql(text: str) -> bool:
+    return _SQL.match(without_fence(text)) is not None
 
 
-def _sql(found: _Rows) -> str | None:
-    share = found.share(lambda text: _SQL.match(without_fence(text)))
-    return (
-        f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} are SQL" if share >= _NEARLY_ALL else None
-    )
-
-
-def _marked_number(found: _Rows) -> str | None:
-    def has_number(text: str) -> bool:
-        return any(find_values(one[1] or one[2]) for one in FINAL.finditer(text))
-
-    share = found.share(has_number)
-    return (
-        f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} mark a number as the result"
-        if share >= _NEARLY_ALL
-        else None
-    )
+def _marks_number(text: str) -> bool:
+    return any(map(find_values, marked_results(text)))
 
 
 def _labels(found: _Rows) -> str | None:
     folded = [fold_label(reply) for reply in found.replies]
     counts = Counter(folded)
-    num_words = [len(text.split()) for text in folded]
-    short = sum(words <= _MAX_LABEL_WORDS and len(text) <= 60 for words, text in zip(num_words, folded, strict=True))
-    repeated = sum(number for number in counts.values() if number > 1)
-    per_label = len(folded) / len(counts)
+    short = fmean(len(text.split()) <= _MAX_LABEL_WORDS and len(text) <= 60 for text in folded)
+    repeated, per_label = fmean(counts[text] > 1 for text in folded), len(folded) / len(counts)
     # A few rows of many labels hardly repeat them, but labels are shorter than most facts.
-    is_sample = repeated >= 0.4 * len(folded) and fmean(num_words) <= _WORDS_OF_LABEL
-    if short < _NEARLY_ALL * len(folded) or not (is_sample or repeated >= _NEARLY_ALL * len(folded)):
+    is_sample = repeated >= 0.4 and fmean(len(text.split()) for text in folded) <= _WORDS_OF_LABEL
+    if short < _NEARLY_ALL or not (is_sample or repeated >= _NEARLY_ALL):
         return None
     options = find_options(found.replies)
-    if options and all(option in _POLAR or len(option) == 1 for option in options):
+    if options and _are_plain(options):
         return None  # yes and no, or letters, are a choice
     if (per_label < _MIN_PER_LABEL and not is_sample) or (per_label < _SURELY_LABELS and _name_facts(found, folded)):
         return None
     return f"{count(len(counts), 'label')} in {count(found.num_rows, 'row')}"
 
 
-_POLAR = frozenset(["yes", "no", "maybe", "ja", "nein", "oui", "non", "sí", "si", "true", "false"])
+def _are_plain(options: Sequence[str]) -> bool:
+    """Return True if all options are yes, no and the like, or letters."""
+    return all(option in word_set("options") or len(option) == 1 for option in options)
 
 
 def _name_facts(found: _Rows, folded: Sequence[str]) -> bool:
@@ -192,7 +178,7 @@ def _name_facts(found: _Rows, folded: Sequence[str]) -> bool:
     )
     if with_value > 0.3:
         return True
-    questions: defaultdict[str, list[set[str]]] = defaultdict(list)
+    questions = defaultdict[str, list[set[str]]](list)
     for row, reply in zip(found.rows, folded, strict=True):
         questions[reply].append({word for word in split_words(row.question) if len(word) > 3})
     overlaps = [
@@ -207,59 +193,34 @@ def _choice(found: _Rows) -> str | None:
     options = find_options(found.replies)
     if not options or median(len(option) for option in options) > 20:
         return None
-    starts = Counter(fold(reply).strip()[:40] for reply in found.replies)
     # A chat begins with "Sure" or "Hello" too, but its starts are many; options are words of one kind.
-    is_known = all(option in _POLAR or len(option) == 1 for option in options)
-    rest = fmean(bool(re.sub(r"^\W*[^\W_]+\W*", "", reply).strip()) for reply in found.replies)
-    if not is_known and (rest > 0.5 and len(starts) > 0.9 * len(found.rows) and _is_greeting(options)):
+    starts = {fold(reply).strip()[:40] for reply in found.replies}
+    rest = found.share(lambda reply: re.sub(r"^\W*[^\W_]+\W*", "", reply).strip())
+    greets = any(option.split()[0] in word_set("openers") for option in options)
+    if greets and not _are_plain(options) and rest > 0.5 and len(starts) > 0.9 * len(found.rows):
         return None
     return f"nearly all replies begin with {', '.join(options[:4])}{' ...' if len(options) > 4 else ''}"
 
 
-def _is_greeting(options: Sequence[str]) -> bool:
-    return any(option.split()[0] in _OPENERS for option in options)
-
-
-_OPENERS = frozenset(
-    word
-    for words in (
-        "sure certainly hello hi hey thanks thank okay ok well here the a an i it this so great absolutely of to in",
-        "for there as you we my if once when let please dear der die das ich le la les el los un une",
-    )
-    for word in words.split()
-)
-
-
-def _command(found: _Rows) -> str | None:
-    def is_command(text: str) -> bool:
-        line = without_fence(text)
-        program = _PROGRAM.match(line)
-        if program is None or line.count("\n") > 5 or (line.rstrip().endswith((".", "?", "!")) and " -" not in line):
-            return False
-        return (program[1] in _programs() and (len(line.split()) < 4 or _SHELL.search(line) is not None)) or (
-            len(_SHELL.findall(line)) >= 2 and program[1].islower()
-        )
-
-    share = found.share(is_command)
-    return f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} are commands" if share >= 0.8 else None
+def _is_command(text: str) -> bool:
+    line = without_fence(text)
+    program = _PROGRAM.match(line)
+    if program is None or line.count("\n") > 5 or (line.rstrip().endswith((".", "?", "!")) and " -" not in line):
+        return False
+    marks = _SHELL.findall(line)
+    if program[1] in _programs() and (marks or len(line.split()) < 4):
+        return True
+    return len(marks) >= 2 and program[1].islower()
 
 
 @cache
 def _programs() -> frozenset[str]:
-    return frozenset(files("tunewell.scoring").joinpath("programs.txt").read_text(encoding="utf-8").split())
+    return frozenset(" ".join(read_lines("programs.txt")).split())
 
 
-def _number(found: _Rows) -> str | None:
-    def is_number(text: str) -> bool:
-        values = [value for value in find_values(text) if value.kind == "number"]
-        return len(values) == 1 and len(split_words(text[: values[0].start] + text[values[0].end :])) <= 1
-
-    share = found.share(is_number)
-    return (
-        f"{percent(share, 0)} of {count(found.num_rows, 'reply', 'replies')} are a number"
-        if share >= _NEARLY_ALL
-        else None
-    )
+def _is_number(text: str) -> bool:
+    values = [value for value in find_values(text) if value.kind == "number"]
+    return len(values) == 1 and len(split_words(text[: values[0].start] + text[values[0].end :])) <= 1
 
 
 def _conversation(found: _Rows) -> str | None:
@@ -270,18 +231,14 @@ def _conversation(found: _Rows) -> str | None:
 def _personal(found: _Rows) -> str | None:
     share = found.share(lambda text: _FIRST_PERSON.search(fold(text)) and not is_refusal(text))
     words = median(len(reply.split()) for reply in found.replies)
-    return (
-        f"{percent(share, 0)} of the replies are in the first person, with {int(words)} words (median)"
-        if share >= 0.4 and words <= 30
-        else None
-    )
+    if share < 0.4 or words > 30:
+        return None
+    return f"{percent(share, 0)} of the replies say I or we, in {int(words)} words (median)"
 
 
 def _facts(found: _Rows) -> str | None:
-    asked = fmean(
-        _QUESTION.search(row.question.strip().splitlines()[-1] if row.question.strip() else "") is not None
-        for row in found.rows
-    )
+    last_lines = [row.question.strip().rpartition("\n")[2] for row in found.rows]
+    asked = fmean(_QUESTION.search(line) is not None for line in last_lines)
     short = found.share(is_short_reference)
     if asked < _MOST or short < _MOST or _personal(found):
         return None
@@ -295,13 +252,13 @@ def _facts(found: _Rows) -> str | None:
 
 _FINDERS: Sequence[tuple[str, Callable[[_Rows], str | None]]] = (
     ("tools", _tools),
-    ("json", _json),
-    ("sql", _sql),
-    ("number", _marked_number),
+    ("json", partial(_find_form, test=lambda text: parse_json(text) is not None, form="are JSON")),
+    ("sql", partial(_find_form, test=_is_sql, form="are SQL")),
+    ("number", partial(_find_form, test=_marks_number, form="mark a number as the result")),
     ("labels", _labels),
     ("choice", _choice),
-    ("command", _command),
-    ("number", _number),
+    ("command", partial(_find_form, test=_is_command, form="are commands", least=0.8)),
+    ("number", partial(_find_form, test=_is_number, form="are a number")),
     ("chat", _conversation),
     ("facts", _facts),
     ("chat", _personal),

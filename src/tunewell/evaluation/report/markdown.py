@@ -4,6 +4,7 @@ Model output is escaped, so it cannot open a table cell, mention a user, add a l
 """
 
 import re
+from dataclasses import replace
 
 from tunewell.core.html import CODE, EMPTY, single_line, visible
 from tunewell.core.text import shorten
@@ -88,14 +89,13 @@ def fenced(value: str) -> str:
 
 
 def _metrics(report: Report) -> list[str]:
-    metrics = all_metrics(report)
-    sources = source_metrics(report)
-    rows = [(metric.name, metric.base, metric.tuned, metric.change) for metric in metrics]
+    metrics, sources = all_metrics(report), source_metrics(report)
     if len(sources) > 1:
         shown = [metric for _, metric in sources[:_MAX_SOURCES]]
-        rows += [(f"Held-out loss of {each.name}", each.base, each.tuned, each.change) for each in shown]
-    if not rows:
+        metrics += [replace(each, name=f"Held-out loss of {each.name}") for each in shown]
+    if not metrics:
         return []
+    rows = [(metric.name, metric.base, metric.tuned, metric.change) for metric in metrics]
     return [_table(("", "base", "tuned", "change"), rows, right=3), *_and_more(len(sources) - _MAX_SOURCES, "source")]
 
 
@@ -109,8 +109,8 @@ def _answers(report: Report) -> list[str]:
     if not answers.selected:
         return []
     more = [*answers.wrong, *answers.right]
-    parts = [f"### Answers to {count(len(report.exchanges), 'held-out question')}"]
-    parts += [" ".join(prose(sentence) for sentence in judge_sentences(report)), _answer_table(answers.selected)]
+    head = f"### Answers to {count(len(report.exchanges), 'held-out question')}"
+    parts = [head, " ".join(map(prose, judge_sentences(report))), _answer_table(answers.selected)]
     if more:
         parts += [f"<details><summary>{count(len(more), 'more answer')}</summary>", _answer_table(more), "</details>"]
     return [*parts, *_and_more(answers.left_out, "answer")]

@@ -1,5 +1,6 @@
 """Write `report.html`: the report as one self-contained page without scripts or requests."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -49,8 +50,8 @@ def report_page(report: Report) -> str:
         row_counts=_row_counts(report),
         plan=_chosen(report.plan, known=Plan.model_fields),
         thresholds=_chosen(report.thresholds, known=VerdictRules.model_fields),
-        seconds=sorted(report.seconds.items(), key=lambda item: (-item[1], item[0])),
-        bad_weights=sorted(report.bad_weights.items(), key=lambda item: (-item[1], item[0])),
+        seconds=_largest_first(report.seconds),
+        bad_weights=_largest_first(report.bad_weights),
         scores=_scores(report.lm_eval)[:_MAX_SCORES],
     )
 
@@ -70,6 +71,10 @@ def _template() -> Template:
     return environment.get_template("report.html")
 
 
+def _largest_first(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
+
+
 def _chosen(values: dict[str, Chosen[Any]], *, known: Any) -> list[tuple[str, str, str]]:
     names = declared_order(values, known)
     return [(name.replace("_", " "), setting(values[name].value), values[name].because) for name in names]
@@ -79,12 +84,10 @@ def _row_counts(report: Report) -> dict[str, Any] | None:
     if report.ledger is None:
         return None
     counts = report.ledger
-    by_reason = sorted(counts.dropped.items(), key=lambda item: (-item[1], item[0]))
     dropped = sum(counts.dropped.values())
-    total = counts.documents + counts.held_out + dropped
     return {
-        "by_reason": [(single_line(name).replace("_", " "), rows) for name, rows in by_reason],
-        "total": total,
+        "by_reason": [(single_line(name).replace("_", " "), rows) for name, rows in _largest_first(counts.dropped)],
+        "total": counts.documents + counts.held_out + dropped,
         "dropped": dropped,
         "supervised": percent(counts.supervised / counts.tokens) if counts.tokens else "",
     }

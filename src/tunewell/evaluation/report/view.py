@@ -9,7 +9,15 @@ from tunewell.config.extensions import SCORERS
 from tunewell.core.html import single_line, visible
 from tunewell.core.text import shorten
 from tunewell.core.units import count, percent
-from tunewell.records.report import Answer, AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report
+from tunewell.records.report import (
+    Answer,
+    AnswerCounts,
+    AnsweredQuestion,
+    ConstantAnswer,
+    LossPair,
+    MetricResult,
+    Report,
+)
 from tunewell.runs.loss_curve import format_loss
 
 FAULT_WORDS = {
@@ -23,6 +31,7 @@ FAULT_WORDS = {
 }
 
 
+_HELD_OUT, _EVERYDAY = "Held-out loss", "Loss on everyday text"
 _SMALL_RATIO = 1.5
 ELLIPSIS = "\u2026"
 NUM_ORDINARY = 6
@@ -46,9 +55,9 @@ def perplexity(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return loss(value)
     power = math.exp(value) if value < 700 else math.inf
-    if power < 100:
-        return f"{power:.2f}"
-    return f"{power:,.0f}" if power < 1e6 else f"{power:.1e}" if power < math.inf else "over 1e304"
+    if power == math.inf:
+        return "over 1e304"
+    return f"{power:.2f}" if power < 100 else f"{power:,.0f}" if power < 1e6 else f"{power:.1e}"
 
 
 def nonfinite_text(value: float) -> str:
@@ -58,10 +67,8 @@ def nonfinite_text(value: float) -> str:
 
 def setting(value: Any) -> str:
     """Format the value of a setting of any type."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, int):
         return count(value)
     if isinstance(value, float):
@@ -79,42 +86,34 @@ def declared_order(keys: Any, known: Any) -> list[str]:
     return sorted(keys, key=lambda key: (order.get(key, len(order)), key))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MetricRow:
     """The formatted values of one metric for the base and the tuned model."""
 
     name: str
-    hint: str = ""
     base: str
     tuned: str
     change: str = ""
+    hint: str = ""
     shares: tuple[float | None, float] | None = None
     """Values of the base and the tuned model between 0 and 1, if the metric is a share."""
 
 
 def key_metrics(report: Report) -> list[MetricRow]:
     """Return the two or three most important metrics."""
-    rows = []
-    if report.tuned_tally and report.tuned_tally.asked:
-        rows += [_right(report)] if has_right(report) else []
-    if report.held_out:
-        rows.append(_loss("Held-out loss", report.held_out, hint="rows not used for training; lower is better"))
-    if report.everyday:
-        rows.append(_everyday("Loss on everyday text", report))
-    return rows
+    rows = {row.name: row for row in all_metrics(report)}
+    return [rows[name] for name in (right_name(report), _HELD_OUT, _EVERYDAY) if name in rows]
 
 
 def all_metrics(report: Report) -> list[MetricRow]:
     """Return every metric of the base and the tuned model."""
     rows = []
     if report.held_out:
-        rows += [_loss("Held-out loss", report.held_out, hint="lower is better")]
-        rows += [_perplexity("Held-out perplexity", report.held_out)]
-    if report.tuned_tally and report.tuned_tally.asked:
-        rows += _answers(report)
+        rows.append(_loss(_HELD_OUT, report.held_out, hint="rows not used for training; lower is better"))
+        rows.append(_perplexity("Held-out perplexity", report.held_out))
+    rows += _answers(report)
     if report.everyday:
-        rows += [_everyday("Everyday text, loss", report)]
-        rows += [_perplexity("Everyday text, perplexity", report.everyday)]
+        rows += [_everyday(report, report.everyday), _perplexity("Everyday text, perplexity", report.everyday)]
     rows += forgotten_rows(report)
     return [*rows, *(_user_metric(name, metric) for name, metric in sorted(report.metrics.items()))]
 
@@ -125,12 +124,11 @@ def source_metrics(report: Report) -> list[tuple[LossPair, MetricRow]]:
 
 
 def _loss(name: str, pair: LossPair, hint: str = "") -> MetricRow:
-    return MetricRow(name=name, hint=hint, base=loss(pair.base), tuned=loss(pair.tuned), change=_loss_change(pair))
+    return MetricRow(name, loss(pair.base), loss(pair.tuned), _loss_change(pair), hint)
 
 
 def _perplexity(name: str, pair: LossPair) -> MetricRow:
-    texts = (perplexity(pair.base), perplexity(pair.tuned))
-    return MetricRow(name=name, hint="lower is better", base=texts[0], tuned=texts[1], change=perplexity_change(pair))
+    return MetricRow(name, perplexity(pair.base), perplexity(pair.tuned), perplexity_change(pair), "lower is better")
 
 
 def perplexity_change(pair: LossPair) -> str:
@@ -156,14 +154,16 @@ def _loss_change(pair: LossPair) -> str:
 
 def _mean(name: str, base: float | None, tuned: float | None, *, hint: str, style: str) -> MetricRow:
     """Return the row of a mean value; `style` is the number format."""
-    numbers = (base, tuned)
-    texts = ["not measured" if each is None else nonfinite_text(each) or f"{each:{style}}" for each in numbers]
+
+    def text(value: float | None) -> str:
+        return "not measured" if value is None else nonfinite_text(value) or f"{value:{style}}"
+
     change = ""
     if base is not None and tuned is not None and math.isfinite(tuned - base):
         difference = f"{abs(tuned - base):{style}}"
         # A difference that rounds to 0 is not shown.
         change = f"{difference} {'higher' if tuned > base else 'lower'}" if difference.strip("0.") else ""
-    return MetricRow(name=name, hint=hint, base=texts[0], tuned=texts[1], change=change)
+    return MetricRow(name, text(base), text(tuned), change, hint)
 
 
 def _user_metric(name: str, metric: MetricResult) -> MetricRow:
@@ -172,18 +172,11 @@ def _user_metric(name: str, metric: MetricResult) -> MetricRow:
     return _mean(single_line(name), metric.base, metric.tuned, hint=hint, style=",.4g")
 
 
-def _everyday(name: str, report: Report) -> MetricRow:
-    assert report.everyday is not None
-    row = _loss(name, report.everyday)
+def _everyday(report: Report, pair: LossPair) -> MetricRow:
     limit = report.thresholds.get("max_forgetting")
     allowed = f" (limit: {percent(limit.value, 0)} worse)" if limit and isinstance(limit.value, float) else ""
-    change = row.change.replace("lower", "better").replace("higher", "worse")
-    return replace(row, change=change, hint=f"text that the base model knew{allowed}")
-
-
-def has_right(report: Report) -> bool:
-    """Return True if answers can be right or wrong in the task of the rows."""
-    return report.tuned_tally is not None and report.tuned_tally.judged > 0
+    row = _loss(_EVERYDAY, pair, hint=f"text that the base model knew{allowed}")
+    return replace(row, change=row.change.replace("lower", "better").replace("higher", "worse"))
 
 
 def right_name(report: Report) -> str:
@@ -193,60 +186,43 @@ def right_name(report: Report) -> str:
     return f"{noun[:1].upper()}{noun[1:]} right"
 
 
-def _right(report: Report) -> MetricRow:
+def _right(report: Report) -> list[MetricRow]:
+    """Return the row of the right answers, if answers can be right or wrong in the task of the rows."""
     base, tuned = report.base_tally, report.tuned_tally
-    assert tuned is not None
-    row = _counted(right_name(report), base, tuned, "right")
-    shares = (base.right / base.judged if base and base.judged else None, tuned.right / max(1, tuned.judged))
-    return replace(row, hint=_interval_hint(tuned), shares=shares)
+    if tuned is None or not tuned.judged:
+        return []
+    shares = (base.right / base.judged if base and base.judged else None, tuned.right / tuned.judged)
+    hint = ""
+    if tuned.right_interval is not None:
+        low, high = tuned.right_interval
+        hint = f"tuned model, 95% interval: {percent(low, 0)} to {percent(high, 0)}"
+    return [replace(_counted(right_name(report), base, tuned, "right"), hint=hint, shares=shares)]
 
 
 def compared_rows(report: Report) -> list[MetricRow]:
-    """Return the rows below the right answers: the base with the other prompt, a constant answer, subsets, measures."""
-    tuned, rows = report.tuned_tally, list[MetricRow]()
-    if tuned is None:
-        return rows
-    now = _of(tuned.right, tuned.judged)
+    """Return what the right answers are compared with: the base with a hint, a constant answer, fewer questions."""
+    if report.tuned_tally is None:
+        return []
+    rows = list[MetricRow]()
     if report.asked_tally is not None and report.hinted_tally is not None:
-        other = report.asked_tally if report.is_base_hinted else report.hinted_tally
-        name = "  base, without a list" if report.is_base_hinted else "  base, with a list"
-        hint = "the better prompt counts: " + ("with a list" if report.is_base_hinted else "without a list")
-        rows.append(MetricRow(name=name, hint=hint, base=_of(other.right, other.judged), tuned=""))
+        name, used, other = "base asked with a list", "as asked", report.hinted_tally
+        if report.is_base_hinted:
+            name, used, other = "base asked as in the rows", "with a list of what to say", report.asked_tally
+        rows.append(MetricRow(f"  {name}", _share(other), "", hint=f"the better of the two counts: {used}"))
     if report.constant is not None:
         text = shorten(single_line(report.constant.text), 32, mark=ELLIPSIS)
         hint = f'always answering "{text}"'
-        rows.append(
-            MetricRow(
-                name="  one constant answer",
-                hint=hint,
-                base=_of(report.constant.right, report.constant.judged),
-                tuned=now,
-            )
-        )
+        rows.append(MetricRow("  one constant answer", _share(report.constant), _share(report.tuned_tally), hint=hint))
     if report.without_near is not None:
-        apart = report.without_near
-        rows.append(
-            MetricRow(
-                name="  without near duplicates",
-                hint="questions without a similar training row",
-                base="",
-                tuned=_of(apart.right, apart.judged),
-            )
-        )
-    unclear = [one.tuned for one in report.exchanges if one.is_ambiguous and one.tuned.right is not None]
+        hint = "questions that no training row asks alike"
+        rows.append(MetricRow("  without near duplicates", "", _share(report.without_near), hint=hint))
+    unclear = [bool(one.tuned.right) for one in report.exchanges if one.is_ambiguous and one.tuned.right is not None]
     if unclear:
-        right = sum(bool(one.right) for one in unclear)
-        rows.append(
-            MetricRow(
-                name="  ambiguous questions",
-                hint="another row has the same question with another answer",
-                base="",
-                tuned=_of(right, len(unclear)),
-            )
-        )
+        hint = "another row has the same question with another answer"
+        rows.append(MetricRow("  ambiguous questions", "", _of(sum(unclear), len(unclear)), hint=hint))
     for name, pair in report.measures.items():
         base = "" if pair.base is None else f"{pair.base:.2f}"
-        rows.append(MetricRow(name=f"  {single_line(name)}", base=base, tuned=f"{pair.tuned:.2f}"))
+        rows.append(MetricRow(f"  {single_line(name)}", base, f"{pair.tuned:.2f}"))
     return rows
 
 
@@ -255,58 +231,55 @@ def forgotten_rows(report: Report) -> list[MetricRow]:
     rows = []
     for found in report.forgotten:
         if found.name != "everyday text":
-            numbers = [f"{value:.0%}" for value in (found.base, found.tuned)]
-            hint = f"limit: {100 * found.limit:.3g} points fewer" + (", exceeded" if found.is_damaged else "")
-            name = {"replies": "Everyday questions answered"}.get(
-                found.name, f"{single_line(found.name).capitalize()} followed"
-            )
-            rows.append(MetricRow(name=name, hint=hint, base=numbers[0], tuned=numbers[1]))
+            hint = f"limit: {percent(found.limit, 0)} fewer" + (", exceeded" if found.is_damaged else "")
+            name = f"{single_line(found.name).capitalize()} followed"
+            if found.name == "replies":
+                name = "Everyday questions answered"
+            rows.append(MetricRow(name, f"{found.base:.0%}", f"{found.tuned:.0%}", hint=hint))
     return rows
 
 
 def field_rows(report: Report, *, most: int = 20) -> list[tuple[str, list[int]]]:
     """Return each field with its numbers of right, wrong, missing and extra values."""
     kinds = ("right", "wrong", "missing", "extra")
-    found = [(single_line(name), [marks.get(kind, 0) for kind in kinds]) for name, marks in report.fields.items()]
-    return found[:most]
-
-
-def _interval_hint(tuned: AnswerCounts) -> str:
-    if tuned.right_interval is None:
-        return ""
-    low, high = tuned.right_interval
-    return f"tuned model, 95% interval: {percent(low, 0)} to {percent(high, 0)}"
+    shown = list(report.fields.items())[:most]
+    return [(single_line(name), [marks.get(kind, 0) for kind in kinds]) for name, marks in shown]
 
 
 def _answers(report: Report) -> list[MetricRow]:
     base, tuned = report.base_tally, report.tuned_tally
-    assert tuned is not None
-    rows = [_right(report), *compared_rows(report)] if has_right(report) else compared_rows(report)
-    rows += [
-        _counted("Exact match with the reference", base, tuned, "exact"),
-        _mean(
-            "Token F1, mean", base and base.f1, tuned.f1, hint="0 to 1, word overlap with the reference", style=".3f"
-        ),
-    ]
+    if tuned is None or not tuned.asked:
+        return []
+    rows = [*_right(report), *compared_rows(report), _counted("Exact match with the reference", base, tuned, "exact")]
+    hint = "0 to 1, word overlap with the reference"
+    rows.append(_mean("Token F1, mean", base and base.f1, tuned.f1, hint=hint, style=".3f"))
     if tuned.refused or (base and base.refused):
         rows.append(_counted("Refusals", base, tuned, "refused"))
-    for name in declared_order({*tuned.faults, *(base.faults if base else ())}, FAULT_WORDS):
-        was, now = (base.faults.get(name, 0) if base else 0), tuned.faults.get(name, 0)
+    faults = base.faults if base else {}
+    for name in declared_order({*tuned.faults, *faults}, FAULT_WORDS):
+        was, now = faults.get(name, 0), tuned.faults.get(name, 0)
         if was or now:
             label = f"Fault: {single_line(FAULT_WORDS.get(name, name.replace('_', ' ')))}"
             before = _of(was, base.asked) if base else "not measured"
-            rows.append(MetricRow(name=label, hint="fewer is better", base=before, tuned=_of(now, tuned.asked)))
+            rows.append(MetricRow(label, before, _of(now, tuned.asked), hint="fewer is better"))
     return rows
 
 
 def _counted(name: str, base: AnswerCounts | None, tuned: AnswerCounts, field: str) -> MetricRow:
-    now, whole = getattr(tuned, field), tuned.judged if field == "right" else tuned.asked
+    def numbers(counts: AnswerCounts) -> tuple[int, int]:
+        return getattr(counts, field), counts.judged if field == "right" else counts.asked
+
+    now, whole = numbers(tuned)
     if base is None:
-        return MetricRow(name=name, base="not measured", tuned=_of(now, whole))
-    was, base_whole = getattr(base, field), base.judged if field == "right" else base.asked
+        return MetricRow(name, "not measured", _of(now, whole))
+    was, base_whole = numbers(base)
     difference = now - was if base_whole == whole else 0
     change = f"{count(abs(difference))} {'more' if difference > 0 else 'fewer'}" if difference else ""
-    return MetricRow(name=name, base=_of(was, base_whole), tuned=_of(now, whole), change=change)
+    return MetricRow(name, _of(was, base_whole), _of(now, whole), change)
+
+
+def _share(counts: AnswerCounts | ConstantAnswer) -> str:
+    return _of(counts.right, counts.judged)
 
 
 def _of(part: int, whole: int) -> str:
@@ -337,16 +310,13 @@ def sorted_answers(
     ranked = sorted(report.exchanges, key=_rank)
     wrong = [question for question in ranked if _is_wrong(question)]
     right = [question for question in ranked if not _is_wrong(question)]
-    num_wrong = max(min(len(wrong), num_selected // 2), min(len(wrong), num_selected - len(right)))
-    num_right = min(len(right), num_selected - num_wrong)
+    num_wrong = min(len(wrong), max(num_selected // 2, num_selected - len(right)))
+    num_right = num_selected - num_wrong
+    selected = [*wrong[:num_wrong], *right[:num_right]]
     more_wrong = wrong[num_wrong:][:max_answers]
     more_right = right[num_right:][: max_answers - len(more_wrong)]
-    return SortedAnswers(
-        selected=[*wrong[:num_wrong], *right[:num_right]],
-        wrong=more_wrong,
-        right=more_right,
-        left_out=len(ranked) - num_wrong - num_right - len(more_wrong) - len(more_right),
-    )
+    left_out = len(ranked) - len(selected) - len(more_wrong) - len(more_right)
+    return SortedAnswers(selected, more_wrong, more_right, left_out)
 
 
 def judge_sentences(report: Report) -> list[str]:
@@ -354,11 +324,13 @@ def judge_sentences(report: Report) -> list[str]:
     judge, found = report.judge, list[str]()
     if report.task is not None:
         found.append(f"Task `{report.task.value}`: {report.task.because}.")
-    if judge is not None and judge.origins:
+    if judge is None:
+        return found
+    if judge.origins:
         facts = f"{count(sum(judge.origins.values()), 'question')} on {count(judge.clusters, 'fact')}"
         examples = ", ".join(f'"{shorten(single_line(example.key), 60, mark=ELLIPSIS)}"' for example in judge.examples)
         found.append(f"Judged by {judge.describe()}, such as {examples}; {facts}.")
-    if judge is not None and judge.difference is not None:
+    if judge.difference is not None:
         result = judge.difference.result
         found.append(f"{result[:1].upper()}{result[1:]}.")
     return found

@@ -1,8 +1,8 @@
 """Ask a model the questions of a test, with or without passages, and judge the answers, for a column of `compare`."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from tunewell.core.errors import UserError
@@ -11,7 +11,7 @@ from tunewell.core.units import count
 from tunewell.data.reading_prompt import CITATION, NOT_FOUND, fit, is_refusal, question_in, reading_prompt
 from tunewell.evaluation.comparison import Column, ColumnAnswer
 from tunewell.evaluation.passages import SearchedQuestions, Shown
-from tunewell.evaluation.questions import Questions, find_questions
+from tunewell.evaluation.questions import Questions, answer_length, find_questions
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.inference.batch import Answerer, Message, Replies
 from tunewell.inference.chat_model import ChatModel
@@ -21,7 +21,7 @@ from tunewell.scoring.base import Score
 from tunewell.scoring.matching import match
 from tunewell.training.evaluate import questions_of
 
-_MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 64, 512
+_MIN_ANSWER_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Exam:
     @property
     def answer_tokens(self) -> int:
         """Maximum number of tokens of an answer: enough for the references, and for an answer that says more."""
-        return min(max(math.ceil(1.5 * self.longest_reference / 8) * 8, _MIN_ANSWER_TOKENS), _MAX_ANSWER_TOKENS)
+        return answer_length(self.longest_reference, least=_MIN_ANSWER_TOKENS)
 
 
 def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys: bool = True) -> Exam:
@@ -54,19 +54,9 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
         raise UserError("there are no questions with answers to compare on", fix="add `--data rows.jsonl`")
     found = questions_of(rows.split, number=number, spell=model.decode, question_in=masker.template.question_in)
     # Rows of open-book training have passages, and some have a refusal as reply because the passage was left out.
-    is_open_book = any(question_in(one.text) != one.text for one in found)
-    if is_open_book:
+    if is_open_book := any(question_in(one.text) != one.text for one in found):
         found = [replace(one, text=question_in(one.text)) for one in found if not is_refusal(one.reference)]
-    config = model.ref.loaded
-    questions = find_questions(
-        found,
-        rows.split,
-        corpus=rows.corpus,
-        training=rows.training,
-        model=model,
-        rules=config.config.verdict,
-        base=config.base,
-    )
+    questions = find_questions(found, rows, model)
     if needs_keys and not any(questions.scorer.expected):
         raise UserError(
             f"none of the {count(len(found), 'answer')} in the rows can be compared: they are empty or too long",
@@ -84,10 +74,8 @@ def measure_alone(
     """Return a column of answers without passages. `is_own`: the exam's prompts are in the tokens of this model."""
     messages: list[Message] = [*exam.prompts] if is_own and exam.prompts else [key.question for key in exam.keys]
     replies = model.answer(messages, with_stage(progress, f"{name}: answering"))
-    answers = [
-        _answer(text, exam.questions.score(index, text), exam, index) for index, text in enumerate(replies.texts)
-    ]
-    return _column(name, exam, answers, replies, seconds=replies.seconds, **more)
+    scores = [exam.questions.score(index, text) for index, text in enumerate(replies.texts)]
+    return _column(name, exam, replies, zip(replies.texts, scores, strict=True), **more)
 
 
 def measure_with_passages(
@@ -101,34 +89,33 @@ def measure_with_passages(
 ) -> Column:
     """Return a column of answers with the passages found. Ask again without those that contain the answers."""
     texts, num_shown, replies = _ask(model, exam.keys, searched.found, with_stage(progress, f"{name}: answering"))
-    answers = []
-    for index, (text, number, shown) in enumerate(zip(texts, num_shown, searched.found, strict=True)):
-        has_passage = None if shown.right is None else any(shown.right[:number])
-        answers.append(_answer(text, _judged(text, exam, index), exam, index, has_passage))
-    removed = [index for index, shown in enumerate(searched.removed) if shown is not None]
+    scores = [_judged(text, exam, index) for index, text in enumerate(texts)]
+    has_passage = [
+        None if shown.right is None else any(shown.right[:number])
+        for shown, number in zip(searched.found, num_shown, strict=True)
+    ]
     invented = None
-    if removed:
-        keys = [exam.keys[index] for index in removed]
-        left = [shown for shown in searched.removed if shown is not None]
-        again, _, _ = _ask(model, keys, left, with_stage(progress, f"{name}: answering, passages removed"))
-        scores = [_judged(text, exam, index) for text, index in zip(again, removed, strict=True)]
-        invented = (sum(not found.is_refusal and not found.right for found in scores), len(removed))
-    seconds = searched.seconds + replies.seconds
-    return _column(name, exam, answers, replies, seconds=seconds, invented=invented, **more)
+    if removed := {index: shown for index, shown in enumerate(searched.removed) if shown is not None}:
+        keys, listener = [exam.keys[index] for index in removed], f"{name}: answering, passages removed"
+        again, _, _ = _ask(model, keys, list(removed.values()), with_stage(progress, listener))
+        others = [_judged(text, exam, index) for text, index in zip(again, removed, strict=True)]
+        invented = (sum(not found.is_refusal and not found.right for found in others), len(removed))
+    scored = zip(texts, scores, has_passage, strict=True)
+    return _column(name, exam, replies, scored, seconds=searched.seconds, invented=invented, **more)
 
 
 def _ask(
     model: Answerer, keys: Sequence[AnswerKey], shown: Sequence[Shown], progress: ProgressListener
 ) -> tuple[list[str], list[int], Replies]:
     """Return the answers and how many passages the model read. A question that the search refuses is not asked."""
-    messages, num_shown = dict[int, str](), [0] * len(shown)
-    for index, (key, own) in enumerate(zip(keys, shown, strict=True)):
-        if not own.is_refused and own.passages:
-            fitting = fit(key.question, own.passages, model.fits)
-            messages[index], num_shown[index] = reading_prompt(key.question, fitting), len(fitting)
-    replies = model.answer(list(messages.values()), progress) if messages else Replies([], [], [], 0.0)
-    texts = dict(zip(messages, replies.texts, strict=True))
-    return [texts.get(index, NOT_FOUND) for index in range(len(shown))], num_shown, replies
+    fitting = [
+        [] if one.is_refused or not one.passages else fit(key.question, one.passages, model.fits)
+        for key, one in zip(keys, shown, strict=True)
+    ]
+    messages = [reading_prompt(key.question, part) for key, part in zip(keys, fitting, strict=True) if part]
+    replies = model.answer(messages, progress) if messages else Replies([], [], [], 0.0)
+    texts = iter(replies.texts)
+    return [next(texts) if part else NOT_FOUND for part in fitting], [len(part) for part in fitting], replies
 
 
 def _judged(text: str, exam: Exam, index: int) -> Score:
@@ -138,18 +125,17 @@ def _judged(text: str, exam: Exam, index: int) -> Score:
     return found
 
 
-def _answer(text: str, found: Score, exam: Exam, index: int, has_passage: bool | None = None) -> ColumnAnswer:
-    reference = exam.keys[index].reference
-    f1 = match(text, reference).f1 if reference else 0.0
-    return ColumnAnswer(text, found.right, f1, found.is_refusal, has_passage)
-
-
 def _column(
-    name: str, exam: Exam, answers: Sequence[ColumnAnswer], replies: Replies, *, seconds: float, **more: Any
+    name: str, exam: Exam, replies: Replies, scored: Iterable[tuple[Any, ...]], *, seconds: float = 0.0, **more: Any
 ) -> Column:
+    """Return a column. `scored` are texts, their scores and, with an index, whether the model read the answer."""
     asked = [(key.question, key.reference) for key in exam.keys]
+    answers = [
+        ColumnAnswer(text, score.right, match(text, reference).f1, score.is_refusal, *has_passage)
+        for (_, reference), (text, score, *has_passage) in zip(asked, scored, strict=True)
+    ]
     resources = {
-        "seconds per answer": seconds / max(1, len(asked)),
+        "seconds per answer": (seconds + replies.seconds) / max(1, len(asked)),
         "tokens per answer": _mean(replies.num_tokens),
         "tokens per prompt": _mean(replies.num_prompt_tokens),
         **more.pop("resources", {}),
@@ -165,4 +151,4 @@ def _column(
 
 
 def _mean(numbers: Sequence[int]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
+    return fmean(numbers) if numbers else None

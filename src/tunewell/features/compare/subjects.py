@@ -45,56 +45,46 @@ class ColumnSession:
 
     def __init__(self, exam: Exam, indexes: list[SearchedIndex], *, device: str, progress: ProgressListener) -> None:
         self.exam, self.indexes, self.progress = exam, indexes, progress
-        self.device, self.notes = device, list[str]()
-        self._bases: dict[str, str] = {}
-        prices = exam.ref.loaded.config.plan.prices if exam.ref is not None else {}
-        self._price = prices.get("here")
+        self.device, self.notes, self._bases = device, list[str](), dict[str, str]()
+        self._price = exam.ref.loaded.config.plan.prices.get("here") if exam.ref is not None else None
 
     def columns(self, subject: Subject) -> Iterator[Column]:
         """Yield the columns of a subject: its base model, unless it is measured already, and itself."""
-        if subject.ref is None:
-            server = ServerAnswerer(subject.address, length=self.exam.answer_tokens)
-            yield from self._asked(subject.name, server, is_own=False, needs=frozenset(), seconds=0.0)
-            return
         ref = subject.ref
+        if ref is None:
+            server = ServerAnswerer(subject.address, length=self.exam.answer_tokens)
+            yield from self._asked(subject.name, server, is_own=False)
+            return
         self.progress(Progress(f"loading {subject.name}"))
-        base = None if ref.kind == "model" else ref.started_from
+        is_trained, is_own = ref.kind != "model", self._has_tokens_of_exam(ref)
+        base = ref.started_from if is_trained else None
         is_new = base is not None and base not in self._bases
         model = open_chat_model(ref, device=self.device, with_base=is_new, backend="llama_cpp")
         self.notes += [f"{subject.name}: {note}" for note in model.notes]
-        is_own = self._has_tokens_of_exam(ref)
         if is_new and base is not None and model.has_base:
             self._bases[base] = "base" if not self._bases else f"base {Path(base).name}"
             with model.base_runtime() as runtime:
-                answerer = self._answerer(model, runtime)
-                yield from self._asked(self._bases[base], answerer, is_own=is_own, needs=frozenset(), seconds=0.0)
-        is_trained = ref.kind != "model"
-        needs = frozenset({TRAINING} if is_trained else ())
-        seconds = StoredRun(ref.path).seconds if ref.kind == "run" and ref.path else None if is_trained else 0.0
+                yield from self._asked(self._bases[base], self._answerer(model, runtime), is_own=is_own)
         yield from self._asked(
             subject.name,
             self._answerer(model, model.runtime),
             is_own=is_own,
-            needs=needs,
-            seconds=seconds,
+            needs=frozenset({TRAINING} if is_trained else ()),
+            seconds=StoredRun(ref.path).seconds if ref.kind == "run" and ref.path else None if is_trained else 0.0,
             is_open_book=ref.is_open_book,
         )
         model.unload()
 
     def _has_tokens_of_exam(self, ref: ModelRef) -> bool:
-        asked = self.exam.ref
-        if asked is ref:
-            return True
-        if asked is None or asked.plan is None or ref.plan is None:
-            return False
-        own, others = ((plan.tokenizer_sha256, plan.template_sha256s) for plan in (ref.plan, asked.plan))
-        return own == others
+        own, other = ref.plan, self.exam.ref.plan if self.exam.ref is not None else None
+        if own is None or other is None:
+            return self.exam.ref is ref
+        return (own.tokenizer_sha256, own.template_sha256s) == (other.tokenizer_sha256, other.template_sha256s)
 
     def _answerer(self, model: ChatModel, runtime: Any) -> Answerer:
         sources = model.ref.loaded.config.data.sources
-        return ModelAnswerer(
-            model, runtime, length=self.exam.answer_tokens, system=sources[0].system if sources else None
-        )
+        system = sources[0].system if sources else None
+        return ModelAnswerer(model, runtime, length=self.exam.answer_tokens, system=system)
 
     def _asked(
         self,
@@ -102,16 +92,14 @@ class ColumnSession:
         model: Answerer,
         *,
         is_own: bool,
-        needs: frozenset[str],
-        seconds: float | None,
+        needs: frozenset[str] = frozenset(),
+        seconds: float | None = 0.0,
         is_open_book: bool = False,
     ) -> Iterator[Column]:
+        """Yield the columns of a model alone and with each index; `seconds` is the time of its preparation."""
         if not (is_open_book and self.indexes):
-            resources = {"preparation, seconds": seconds}
-            column = measure_alone(
-                name, model, self.exam, is_own=is_own, needs=needs, resources=resources, progress=self.progress
-            )
-            yield self._with_cost(column)
+            column = measure_alone(name, model, self.exam, is_own=is_own, needs=needs, progress=self.progress)
+            yield self._with_cost(column, seconds)
         for index in self.indexes:
             total = None if seconds is None or index.seconds is None else seconds + index.seconds
             column = measure_with_passages(
@@ -120,17 +108,14 @@ class ColumnSession:
                 self.exam,
                 index.searched,
                 needs=needs | {INDEX},
-                resources={"preparation, seconds": total},
                 progress=self.progress,
             )
-            yield self._with_cost(column)
+            yield self._with_cost(column, total)
 
-    def _with_cost(self, column: Column) -> Column:
-        if self._price is None:
-            return column
-        made, answer = (column.resources.get(name) for name in ("preparation, seconds", "seconds per answer"))
-        cost = {
-            "preparation, cost": None if made is None else self._price * made / 3600,
-            "1,000 answers, cost": None if answer is None else self._price * 1000 * answer / 3600,
-        }
-        return replace(column, resources={**column.resources, **cost})
+    def _with_cost(self, column: Column, seconds: float | None) -> Column:
+        answer, price = column.resources["seconds per answer"], self._price
+        resources = {**column.resources, "preparation, seconds": seconds}
+        if price is not None:
+            resources["preparation, cost"] = None if seconds is None else price * seconds / 3600
+            resources["1,000 answers, cost"] = None if answer is None else price * 1000 * answer / 3600
+        return replace(column, resources=resources)

@@ -14,7 +14,7 @@ from tunewell.core.text import fold, shorten_line
 from tunewell.core.units import count
 from tunewell.data.question_rows import read_questions
 from tunewell.evaluation.comparison import ColumnComparison, UsedKey, compare_columns
-from tunewell.evaluation.passages import PassageIndex, Shown, key_finder
+from tunewell.evaluation.passages import Shown, key_finder
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.features.compare.measure import Exam, read_exam
 from tunewell.features.compare.model_judge import ModelJudge, read_labels
@@ -40,26 +40,18 @@ def compare_answers(
     addresses = dict.fromkeys(options.indexes)
     opened = [require_hook("retrieval", "open_index", needed_by="an index")(address) for address in addresses]
     exam, notes = _exam(subjects, options, open_rows, progress)
-    questions = [key.question for key in exam.keys]
-    indexes = []
+    questions, finder, indexes = [key.question for key in exam.keys], key_finder(exam.keys), list[SearchedIndex]()
     for name, index in zip(_index_names([index.address for index in opened]), opened, strict=True):
-        notes += [*index.notes, *_tuning_notes(name, index, exam)]
         listen = with_stage(progress, f"searching {name}: {count(len(questions), 'question')}")
-        finder = key_finder(exam.keys)
         found = index.search_all(questions, finder, num_passages=options.num_passages, progress=listen)
         indexes.append(SearchedIndex(name, index, found))
-        if known := sum(_is_in(key.question, shown) for key, shown in zip(exam.keys, found.found, strict=True)):
-            notes.append(
-                f"{count(known)} of {count(len(questions), 'question')} are in the documents word for word; if the "
-                "index contains the test rows, its results are too optimistic"
-            )
+        notes += [*index.notes, *_index_notes(indexes[-1], exam)]
     notes += [note for subject in subjects for note in _book_notes(subject, indexes)]
     session = ColumnSession(exam, indexes, device=options.device, progress=progress)
     columns = [column for subject in subjects for column in session.columns(subject)]
     if judge is not None:
         columns = [judge.judged(column, progress) for column in columns]
-    notes += [*judge_notes, *session.notes]
-    comparison = compare_columns(columns, notes, has_all_pairs=True)
+    comparison = compare_columns(columns, [*notes, *judge_notes, *session.notes], has_all_pairs=True)
     keys = [UsedKey(key.question, key.text, key.because) for key in exam.keys[:_NUM_KEYS]]
     return replace(comparison, recommendation=recommend(comparison), keys=keys)
 
@@ -72,16 +64,20 @@ def _index_names(addresses: list[str]) -> list[str]:
     return [name if names.count(name) == 1 else address for name, address in zip(names, addresses, strict=True)]
 
 
-def _tuning_notes(name: str, index: PassageIndex, exam: Exam) -> list[str]:
-    """Return a note if the search settings were chosen on questions of the test."""
-    path = index.tuned_on
-    known = 0 if path is None else _num_known([path], Path(), exam)
-    if not known:
-        return []
-    return [
-        f"{count(known)} of {count(len(exam.keys), 'question')} also chose the search settings of {name} "
-        "(`index --questions`), so its results are too optimistic"
-    ]
+def _index_notes(index: SearchedIndex, exam: Exam) -> list[str]:
+    """Return a note if the search settings were chosen on questions of the test, and if these are in the documents."""
+    notes, number, path = list[str](), count(len(exam.keys), "question"), index.index.tuned_on
+    if known := 0 if path is None else _num_known([path], Path(), exam):
+        notes.append(
+            f"{count(known)} of {number} also chose the search settings of {index.name} (`index --questions`), so its "
+            "results are too optimistic"
+        )
+    if known := sum(_is_in(key.question, one) for key, one in zip(exam.keys, index.searched.found, strict=True)):
+        notes.append(
+            f"{count(known)} of {number} are in the documents word for word; if the index contains the test rows, its "
+            "results are too optimistic"
+        )
+    return notes
 
 
 def _is_in(question: str, shown: Shown) -> bool:
@@ -106,25 +102,22 @@ def _subjects(names: Sequence[str | Path]) -> list[Subject]:
         raise UserError("a run or model is named twice", fix="name each once")
     subjects = []
     for name in names or [None]:
-        if name is not None and is_url(str(name)):
-            subjects.append(Subject(str(name).rpartition("#")[2] or str(name), None, str(name)))
-            continue
-        ref = resolve_model(name)
-        label = ref.path.resolve().name if ref.path is not None else ref.name
+        label, ref = str(name).rpartition("#")[2] or str(name), None
+        if name is None or not is_url(str(name)):
+            ref = resolve_model(name)
+            label = ref.path.resolve().name if ref.path is not None else ref.name
         subjects.append(Subject(label, ref, str(name)))
     labels = [subject.name for subject in subjects]
-    return [
-        replace(subject, name=subject.name if labels.count(subject.name) == 1 else subject.address)
-        for subject in subjects
-    ]
+    return [one if labels.count(one.name) == 1 else replace(one, name=one.address) for one in subjects]
 
 
 def _exam(
     subjects: list[Subject], options: CompareOptions, open_rows: OpenRows, progress: ProgressListener
 ) -> tuple[Exam, list[str]]:
     """Return the questions: those of the file, or the held-out rows of the first run."""
-    refs = [subject.ref for subject in subjects if subject.ref is not None]
-    ref = next((one for one in refs if one.kind == "run"), refs[0] if refs else None)
+    # A run comes first, because it has held-out rows.
+    refs = sorted((one.ref for one in subjects if one.ref is not None), key=lambda ref: ref.kind != "run")
+    ref = refs[0] if refs else None
     if ref is None or (ref.kind != "run" and options.data is None):
         raise UserError(
             "there are no questions to compare on: none of the models is a run with held-out rows",
@@ -135,16 +128,12 @@ def _exam(
     with open_rows(ref) as rows:
         model = open_without_weights(ref, device=options.device)
         exam = read_exam(model, rows, number=options.num_questions, needs_keys=options.judge is None)
-        notes = list(rows.notes)
+    notes = list(rows.notes)
     shown = ", ".join(f'"{shorten_line(key.text, 40)}"' for key in exam.keys[:3] if key.text)
     progress(Progress(f"judging {count(len(exam.keys), 'answer')} by keys such as {shown}"))
     for subject in subjects if options.data is not None else []:
-        ref = subject.ref
-        if (
-            ref is not None
-            and ref.kind == "run"
-            and (known := _num_known(ref.loaded.config.data.sources, ref.loaded.base, exam))
-        ):
+        run = subject.ref.loaded if subject.ref is not None and subject.ref.kind == "run" else None
+        if run is not None and (known := _num_known(run.config.data.sources, run.base, exam)):
             notes.append(
                 f"{count(known)} of {count(len(exam.keys), 'question')} are in the training rows of {subject.name}, "
                 "so its results are too optimistic"
@@ -154,7 +143,7 @@ def _exam(
 
 def _num_known(sources: Sequence[str | SourceConfig], base: Path, exam: Exam) -> int:
     """Return the number of questions that are in some files of rows. Files that no longer exist are skipped."""
-    known: set[str] = set()
+    known = set[str]()
     for source in sources:
         with suppress(UserError):  # the rows were moved or deleted
             known |= {fold(one.text).strip() for one in read_questions(source, base=base)}
@@ -165,12 +154,11 @@ def _book_notes(subject: Subject, indexes: list[SearchedIndex]) -> list[str]:
     """Return a note on the questions about documents that an open-book run was trained on."""
     ref = subject.ref
     held_out_documents = find_hook("retrieval", "held_out_documents")
-    if held_out_documents is None or ref is None or not ref.is_open_book:
+    if held_out_documents is None or ref is None or not ref.is_open_book or not indexes:
         return []
-    unseen = held_out_documents(ref.loaded)
-    if unseen is None:
+    if (unseen := held_out_documents(ref.loaded)) is None:
         return []
-    found = [one for index in indexes[:1] for one in index.searched.found]
+    found = indexes[0].searched.found
     shown = [list(zip(one.passages, one.right, strict=True)) for one in found if one.right is not None]
     seen = sum(any(is_right and passage.file not in unseen for passage, is_right in pairs) for pairs in shown)
     if not seen:
