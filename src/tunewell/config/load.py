@@ -99,6 +99,8 @@ def _is_path(name: str, value: str, base: Path) -> bool:
         return value.endswith(".jinja")
     if name == "data.sources.path" and is_url(hub_address(value, base)):
         return False
+    if name == "verdict.task":
+        return ":" in value
     return name in _ALWAYS_PATHS and (name, value) != ("data.held_out", "auto")
 
 

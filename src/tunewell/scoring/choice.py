@@ -10,7 +10,10 @@ from tunewell.scoring.base import ReferenceRow, Score, Scorer, macro_f1, said_pa
 MAX_OPTIONS = 12
 _MIN_SHARE = 0.02
 """Minimum share of the replies that begin with an option; rarer starts are chance."""
-_START = re.compile(r"\W*?(?P<option>[^\W_]+(?:[ '-][^\W_]+){0,3})\s*(?=$|[.,;:!?)\]\n-])")
+_START = re.compile(
+    r"\s*[\"'`*_(\[]*(?P<option>[^\W_]+(?:[ '-][^\W_]+){0,3})\s*[*_\"'`]*"
+    r"(?=$|[.,:](?!\d)|[;!?)\]\n。、！？；：।؟،]|\s[-–]\s)"
+)
 _NAMED = re.compile(
     r"\b(?:answer|choice|option|verdict|antwort|réponse|respuesta)\b(?:\s+(?:is|ist|est|es|would be|should be))?"
     r"\s*[:=]?\s*(?:option\s+)?[\"'`*(\[]*(?P<rest>[^\n]+)"
@@ -54,12 +57,12 @@ class Choice(Scorer):
         return named.pop() if len(named) == 1 else ""
 
     def _at_start(self, text: str) -> str:
-        bare, others = re.sub(r"^[\W_]+", "", text), "|".join(map(re.escape, self.options))
+        bare, others = re.sub(r"^(?![+-]\d)[\W_]+", "", text), "|".join(map(re.escape, self.options))
         # `yes or no` and `a cat` give no option.
         fitting = [
             option
             for option in self.options
-            if re.match(rf"{re.escape(option)}(?![\w'])(?!\s*(?:/|,|or\b|and\b)\s*(?:{others})\b)", bare)
+            if re.match(rf"{re.escape(option)}(?![\w']|[.,:]\d)(?!\s*(?:/|,|or\b|and\b)\s*(?:{others})\b)", bare)
             and (len(option) > 1 or re.match(r".(?:\W*$|[.,:;)\]\n]|\s+(?:because|since|as|is)\b)", bare))
         ]
         return max(fitting, key=len, default="")

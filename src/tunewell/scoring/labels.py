@@ -9,19 +9,27 @@ from tunewell.scoring.base import ReferenceRow, Score, Scorer, macro_f1, said_pa
 
 _MAX_LISTED = 400
 """Maximum number of labels that are listed in a prompt."""
-_AROUND = " \t\n.,;:!?\"'`*“”«»()"
-_SEPARATORS = re.compile(r"[\s_-]+")
+_AROUND = " \t\n.,;:!?\"'`*“”«»()。、！？；：…।॥؟،「」『』（）"
+_SEPARATORS = re.compile(r"(?<=\w)[\s_-]+(?=\w)|\s+")
+"""A sign is no separator: `-1` is not `1`, and `A-` is not `A`."""
 
 
 class Labels(Scorer):
     """Exact labels. Spellings that differ in case, spaces, `_` and `-` are one label."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
-        counts = Counter(row.reference.strip() for row in [*training, *asked])
+        # The base model must not be told the labels of the test.
+        counts = Counter(row.reference.strip() for row in training or asked)
         # The most frequent spelling of a label is last, and so is kept.
         self.labels = {fold_label(text): text for text, _ in reversed(counts.most_common()) if text}
         self._accepted = [[fold_label(text) for text in (row.reference, *row.answers) if text.strip()] for row in asked]
-        self.expected = [self.labels.get(accepted[0], "") if accepted else "" for accepted in self._accepted]
+        known = [accepted[0] in self.labels for accepted in self._accepted if accepted]
+        # Rows of another task are not judged; a label that is missing in the training rows is.
+        if 2 * sum(known) < len(known):
+            self._accepted = [
+                accepted if accepted and accepted[0] in self.labels else [] for accepted in self._accepted
+            ]
+        self.expected = [self.labels.get(accepted[0], accepted[0]) if accepted else "" for accepted in self._accepted]
         listed = "\n".join(sorted(self.labels.values()))
         self.hint = f"Answer with exactly one of these labels:\n{listed}" if len(self.labels) <= _MAX_LISTED else ""
 
@@ -29,7 +37,7 @@ class Labels(Scorer):
         """Compare the whole answer with the label."""
         accepted, said = self._accepted[index], fold_label(answer)
         if not accepted:
-            return Score(None, "the row has no label")
+            return Score(None, "the reference is not a label")
         label = self.labels.get(said, "")
         because = "the label" if said in accepted else f"another label: {label}" if label else "not a label"
         return Score(said in accepted, because, said=label)

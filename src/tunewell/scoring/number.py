@@ -10,9 +10,12 @@ from tunewell.core.text import fold
 from tunewell.scoring.answer_values import Value, find_values
 from tunewell.scoring.base import ReferenceRow, Score, Scorer
 
-_FINAL = re.compile(r"####\s*([^\n]+)|\\boxed\{([^{}]+)\}")
+_FINAL = re.compile(r"####\s*([^\n]+)|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 """The marked result of a solution."""
-_ANSWER_IS = re.compile(r"\banswer\s*(?:is|:|=)\s*([^\n]+)")
+_ANSWER_IS = re.compile(r"\banswer\s*(?:is|:|=)\s*(?!not\b)([^\n]+)")
+_DENIED = re.compile(r"\banswer\s*(?:is not|isn't)\b|\d\s*or\s*\d")
+_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_VARIABLE = re.compile(r"\d[a-z]\b|\b[a-z]\s*[-+*/^=]|[-+*/^]\s*[a-z]\b")
 _DECIMALS = re.compile(r"\d*[.](\d{2,})\b")
 
 
@@ -27,11 +30,12 @@ class Number(Scorer):
     def score(self, index: int, answer: str) -> Score:
         """Compare the result of the answer with that of the reference."""
         expected, shown = self._results[index]
-        if expected is None:
+        if not shown:
             return Score(None, "the reference has no number")
         found, text = result(answer)
-        if found is None:
-            return Score(False, "the answer has no number")
+        if found is None or expected is None:
+            # A marked expression, such as `2x + 3`, is compared as a text.
+            return Score(found is expected and text == shown, "no number, or an expression", said=text)
         return Score(is_same(found, expected, shown), f"the result is {text}", said=text)
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
@@ -47,9 +51,15 @@ def marked_results(text: str) -> list[str]:
 
 def result(text: str) -> tuple[Value | None, str]:
     """Return the result of a solution and its text, or None if it has no number."""
-    folded = fold(text)
-    for part, index in ((marked_results(folded), 0), (_ANSWER_IS.findall(folded), 0), ([folded], -1)):
+    folded = fold(_FRACTION.sub(r"\1/\2", text))
+    marked = marked_results(folded)
+    if not marked and _DENIED.search(folded):
+        return None, ""
+    stated = [part.rpartition("=")[2] for part in _ANSWER_IS.findall(folded)]
+    for part, index in ((marked, 0), (stated, 0), ([folded], -1)):
         values = [value for value in find_values(part[-1]) if value.kind == "number"] if part else []
+        if part is marked and marked and _VARIABLE.search(marked[-1]):
+            return None, re.sub(r"\s+", "", marked[-1])
         if values:
             value = values[index]
             return value, part[-1][value.start : value.end].strip()

@@ -18,7 +18,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
@@ -32,7 +32,7 @@ from tunewell.data.rows.functions import load_row_function
 from tunewell.records.plan import Chosen
 from tunewell.scoring.answer_keys import answer_keys
 from tunewell.scoring.answer_values import find_values
-from tunewell.scoring.base import ReferenceRow, Scorer, without_fence
+from tunewell.scoring.base import ReferenceRow, Scorer, without_fence, without_thinking
 from tunewell.scoring.choice import find_options
 from tunewell.scoring.free_text import UserFunction
 from tunewell.scoring.labels import fold_label
@@ -52,6 +52,10 @@ _SQL = re.compile(
     r"\s*(?:select\b.+\bfrom|insert\s+into|update\b.+\bset|delete\s+from|with\b.+\bselect|(?:create|alter|drop)\s+\w+)\b",
     re.IGNORECASE | re.DOTALL,
 )
+_REASON = re.compile(
+    r"[.,;:)!\n-]\s*\(?\s*(?:because|since|as|reason|explanation|why|weil|da|grund|car|parce|porque)\b"
+)
+_NAME = re.compile(r"[^\W\d_a-zß-ÿ]")
 _SHELL = re.compile(r"(?:^|\s)--?[A-Za-z][\w-]*|\s\|\s|\$\(|\$\{?\w|&&|>\s?\S|(?:^|\s)[.~]?/\S*|\*\.\w|\\;")
 _PROGRAM = re.compile(r"(?:sudo\s+|\$\s+|\w+=\S+\s+)*([A-Za-z_.][\w.+-]*)")
 _QUESTION = re.compile(
@@ -97,7 +101,7 @@ def find_task(
         return Chosen(value="chat", because="the rows come from a chat app")
     if num_documents > len(rows):
         return Chosen(value="documents", because=f"{count(num_documents, 'row')} without a question")
-    rows = [row for row in rows if row.reference.strip()]
+    rows = [row for row in _without_thinking(rows) if row.reference.strip()]
     if not rows:
         return Chosen(value="text", because="there are no replies")
     found = _Rows(rows, num_rows or len(rows))
@@ -123,7 +127,11 @@ def make_scorer(
     if ":" in task:
         function = load_row_function(task, batch=None, base=base or Path()).function
         return UserFunction(cast(Callable[[str, str, str], float | bool], function), asked)
-    return SCORERS.load(task)(asked, training)
+    return SCORERS.load(task)(_without_thinking(asked), _without_thinking(training))
+
+
+def _without_thinking(rows: Sequence[ReferenceRow]) -> list[ReferenceRow]:
+    return [replace(row, reference=without_thinking(row.reference)) for row in rows]
 
 
 def _find_form(found: _Rows, *, test: Callable[[str], object], form: str, least: float = _NEARLY_ALL) -> str | None:
@@ -193,11 +201,10 @@ def _choice(found: _Rows) -> str | None:
     options = find_options(found.replies)
     if not options or median(len(option) for option in options) > 20:
         return None
-    # A chat begins with "Sure" or "Hello" too, but its starts are many; options are words of one kind.
-    starts = {fold(reply).strip()[:40] for reply in found.replies}
-    rest = found.share(lambda reply: re.sub(r"^\W*[^\W_]+\W*", "", reply).strip())
-    greets = any(option.split()[0] in word_set("openers") for option in options)
-    if greets and not _are_plain(options) and rest > 0.5 and len(starts) > 0.9 * len(found.rows):
+    # Chats, code and names in a script begin alike too; an option stands alone, or a reason follows.
+    alone = found.share(lambda reply: fold(reply).strip(" .!?*`\"'") in options)
+    reason = found.share(lambda reply: _REASON.search(fold(reply)[:120]))
+    if not _are_plain(options) and max(alone, reason) < 0.5:
         return None
     return f"nearly all replies begin with {', '.join(options[:4])}{' ...' if len(options) > 4 else ''}"
 
@@ -244,10 +251,20 @@ def _facts(found: _Rows) -> str | None:
         return None
     step = max(1, len(found.rows) // _SAMPLE)
     keys = answer_keys(found.rows[::step])
-    judged = fmean(key.origin == "derived" or (key.is_judged and len(key.text.split()) <= 6) for key in keys)
+    # A whole reference is a fact if it has a value or a name: "haha no way" is none.
+    judged = fmean(
+        key.origin == "derived" or (key.is_judged and bool(find_values(key.text) or _is_name(key.text)))
+        for key in keys
+    )
     if judged < 0.5:
         return None
     return f"{percent(short, 0)} of the replies are short answers to questions; {percent(judged, 0)} have a key"
+
+
+def _is_name(text: str) -> bool:
+    """Return True if a text is one capitalised word, or has one after its first word."""
+    first, _, rest = text.partition(" ")
+    return _NAME.search(rest or first) is not None
 
 
 _FINDERS: Sequence[tuple[str, Callable[[_Rows], str | None]]] = (
@@ -256,9 +273,9 @@ _FINDERS: Sequence[tuple[str, Callable[[_Rows], str | None]]] = (
     ("sql", partial(_find_form, test=_is_sql, form="are SQL")),
     ("number", partial(_find_form, test=_marks_number, form="mark a number as the result")),
     ("labels", _labels),
-    ("choice", _choice),
     ("command", partial(_find_form, test=_is_command, form="are commands", least=0.8)),
     ("number", partial(_find_form, test=_is_number, form="are a number")),
+    ("choice", _choice),
     ("chat", _conversation),
     ("facts", _facts),
     ("chat", _personal),

@@ -36,6 +36,7 @@ from tunewell.runs.heartbeat import Pulse
 from tunewell.runs.outcome import update_outcome, write_run_files
 from tunewell.runs.probe import cached_probe, probe_run, sweep_sizes, with_probe
 from tunewell.runs.result import MetricsRecorder, TrainResult, make_result
+from tunewell.scoring.tasks import make_scorer
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.device_check import check_device
 from tunewell.training.distributed import World
@@ -72,6 +73,8 @@ def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[Loaded
         require_exportable(loaded)
     if loaded.config.verdict.metrics:
         load_metrics(loaded.config.verdict.metrics, base=loaded.base)  # an error in them is raised now, not at the end
+    if ":" in loaded.config.verdict.task:
+        make_scorer(loaded.config.verdict.task, [], [], base=loaded.base)
     return loaded, start
 
 
