@@ -197,15 +197,15 @@ def _contradicts(text: str, key: AnswerKey) -> str | None:
 
 def _find(text: str, part: str, key: AnswerKey) -> Iterator[Span]:
     """Yield the places of a part in an answer, as the same words or as the same date or number."""
-    values = find_values(part)
-    is_value = len(values) == 1 and not re.sub(r"\W", "", part[: values[0].start] + part[values[0].end :])
-    # Versions are texts: 1.1 is not 1.10.
-    is_value = is_value and not (values[0].kind == "number" and _VERSION.search(f"{key.question} {key.reference}"))
-    known = _known_words(key.question) if is_value else frozenset[str]()
-    if is_value:
-        yield from ((value.start, value.end) for value in find_values(text) if values[0].equals(value, known))
-        if values[0].unit or (values[0].kind == "date" and any(year for _, _, year in values[0].readings)):
-            return
+    for value in find_values(part)[:1]:
+        is_whole = not re.search(r"\w", part[: value.start] + part[value.end :])
+        # Versions are texts: 1.1 is not 1.10.
+        is_version = value.kind == "number" and _VERSION.search(f"{key.question} {key.reference}")
+        if is_whole and not is_version:
+            known = _known_words(key.question)
+            yield from ((other.start, other.end) for other in find_values(text) if value.equals(other, known))
+            if value.unit or (value.kind == "date" and any(year for _, _, year in value.readings)):
+                return
     yield from (found.span() for found in _pattern(part).finditer(text) if stands_alone(text, *found.span()))
 
 
