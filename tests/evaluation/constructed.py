@@ -97,6 +97,8 @@ def _follow(one: Any) -> str:
     for text in (
         " ".join([*one.all, *one.any[:1]]),
         "1 2 3 4 5",
+        "HELLO",
+        f"{' '.join([*one.any[:1]])}, one, two and three",
         "1. Wash and dress for work.\n2. Eat breakfast.",
         "Hello, it is nice to hear from you. How can I help you today?",
         " ".join(

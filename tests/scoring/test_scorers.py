@@ -16,6 +16,7 @@ from tunewell.scoring.tasks import make_scorer
 
 SHARED = Path(__file__).parents[3] / "shared"
 CALL = '{"name": "search", "arguments": {"query": "green tea", "limit": 3}}'
+QUOTED_CALL = """{"name": "search", "arguments": '{"query": "green tea", "limit": 3}'}"""
 YES_NO = [ReferenceRow(f"Is {n} even?", "Yes. It is." if n % 2 else "No. It is not.") for n in range(20)]
 LABELS = [ReferenceRow(f"message {n}", ["card_arrival", "how busy", "C++", "c#"][n % 4]) for n in range(40)]
 
@@ -66,8 +67,30 @@ SCORED = [
     ("tools", CALL, '{"name": "find", "arguments": {"query": "green tea", "limit": 3}}', False),
     ("tools", CALL, "I will search for green tea.", False),
     ("tools", f"[{CALL}]", '{"tool_calls": [{"function": ' + CALL + "}]}", True),
-    ("tools", "You are welcome.", "No problem!", True),
+    ("tools", "You are welcome.", "No problem!", None),
     ("tools", "You are welcome.", CALL, False),
+    ("tools", "You are welcome.", '<tool_call>{"name": ', False),
+    ("tools", "move(3, 4)", "move(3, 4)", True),
+    ("tools", "move(3, 4)", "move(99, 1)", False),
+    ("tools", 'go(to=["Paris", "Rome"])', 'go(to=["Paris", "Oslo"])', False),
+    ("tools", CALL, '<function=search>{"query": "green tea", "limit": 3}</function>', True),
+    ("tools", CALL, '[TOOL_CALLS]search[ARGS]{"query": "green tea", "limit": 3}', True),
+    (
+        "tools",
+        CALL,
+        f'<functioncall> {{"name": "search", "arguments": \'{json.dumps({"query": "green tea", "limit": 3})}\'}}',
+        True,
+    ),
+    ("json", '{"price": 10}', '{"price": 10.0}', True),
+    ("labels", "-1", "1", False),
+    ("labels", "A-", "A", False),
+    ("labels", "正面", "正面。", True),
+    ("number", "\\boxed{2x+3}", "\\boxed{2x-9}", False),
+    ("number", "\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{3}{2}}", False),
+    ("number", "1.6e-19", "1.6e-3", False),
+    ("number", "0.125", "125", False),
+    ("number", "72", "The answer is not 72", False),
+    ("number", "72", "The answer is 70 + 2 = 72", True),
     ("sql", "SELECT a FROM t WHERE b = 'X'", "select a from t\nwhere b = 'x';", True),
     ("sql", "SELECT a FROM t", "SELECT b FROM t", False),
     ("command", "ls -la | wc -l", "ls  -la |  wc -l", True),
@@ -80,8 +103,8 @@ SCORED = [
 @pytest.mark.parametrize(("task", "reference", "answer", "is_right"), SCORED)
 def test_an_answer_is_scored_by_the_measure_of_its_task(task, reference, answer, is_right):
     """Guards each rule of each scorer."""
-    training = {"choice": YES_NO, "labels": LABELS}.get(task, [])
     row = ReferenceRow("?", reference)
+    training = {"choice": YES_NO, "labels": [*LABELS, row]}.get(task, [])
     found = score_answer(make_scorer(task, [row], training), 0, answer, row)
     assert found.right is is_right, found
 
@@ -116,6 +139,7 @@ FACTS = [
     ("Is the shop open?", "Yes", "It is closed", False),
     ("Is the shop open?", "No", "It is not open", True),
     ("What is the capital?", "The capital is Oslo.", "Oslo, not Bergen.", True),
+    ("What is the capital of Germany?", "The capital of Germany is Berlin.", "Berlin is the capital of Germany.", True),
 ]
 
 

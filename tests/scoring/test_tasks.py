@@ -30,6 +30,13 @@ FOUND = {
     "sql": [Row(f"older than {n}", f"SELECT name FROM people WHERE age > {n}") for n in range(40)],
     "command": [Row(f"larger than {n}", f"find . -size +{n}M -print") for n in range(40)],
     "command, of other programs": [Row(f"resize {n}", f"frobnicate --size {n} -v in{n}.png") for n in range(40)],
+    "number, prices": [Row(f"price of {n}", f"${n % 9}.{n % 90 + 10}") for n in range(60)],
+    "command, of one program": [Row(f"undo {n}", f"git reset --hard HEAD~{n}") for n in range(40)],
+    "text, of a script": [
+        Row(f"line {n}", f"{['Guard', 'Mayor'][n % 2]}: Halt, number {n}, and go away") for n in range(60)
+    ],
+    "labels, with thinking": rows("<think>a</think>\npositive", "<think>b</think>\nnegative", times=30),
+    "labels, with signs": rows("-1", "0", "1", times=20, ask="How is the mood of review {n}"),
     "facts": [Row(f"When is the deadline of college {n}?", f"The deadline is {n % 27 + 1} March.") for n in range(40)],
     "chat": [Row(f"How is the garden {n}?", f"Oh, my knees say it will rain, week {n}") for n in range(40)],
     "chat, turns": [Row(f"Tell me about {n}", f"It is a long story, {n}", num_replies=3) for n in range(40)],

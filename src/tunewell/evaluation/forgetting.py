@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from tunewell.config.rules import VerdictRules
-from tunewell.core.text import detect_language, fold, split_words
+from tunewell.core.text import fold, split_words
 from tunewell.core.units import percent
 from tunewell.evaluation.intervals import compare_pair
 from tunewell.evaluation.tables import read_table
@@ -49,22 +49,20 @@ class Instruction:
     items: int = 0
     """Minimum number of items: lines, or parts between commas."""
     pattern: str = ""
-    """Regular expression that the folded answer must contain."""
-    language: str = ""
+    """Regular expression that the answer must contain."""
     is_json: bool = False
 
     def is_followed(self, answer: str) -> bool:
         """Return True if an answer follows the instruction."""
         text = without_thinking(answer)
         spaced = _spaced(text)
-        num_items = max(sum(map(bool, map(str.strip, text.splitlines()))), text.count(",") + 1)
+        num_items = max(sum(map(bool, map(str.strip, text.splitlines()))), text.count(",") + text.count(" and ") + 1)
         checks = (
             self.words[0] <= len(spaced.split()) <= self.words[1],
             not self.any or any(_spaced(one) in spaced for one in self.any),
             all(_spaced(one) in spaced for one in self.all),
             num_items >= self.items,
-            re.search(self.pattern, fold(text)) is not None,
-            not self.language or detect_language(text) == self.language,
+            re.search(self.pattern, text) is not None,
             not self.is_json or _is_json(text),
         )
         return all(checks) and replies(text)

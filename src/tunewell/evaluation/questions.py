@@ -21,7 +21,7 @@ from tunewell.inference.chat_model import ChatModel
 from tunewell.records.plan import Chosen
 from tunewell.records.report import JudgeRecord, KeyExample
 from tunewell.scoring.answer_keys import AnswerKey
-from tunewell.scoring.base import ReferenceRow, Score, Scorer, most_frequent, score_answer
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, most_frequent, score_answer, without_thinking
 from tunewell.scoring.choice import Choice
 from tunewell.scoring.facts import Facts
 from tunewell.scoring.tasks import find_task, is_chat_export, make_scorer
@@ -179,7 +179,7 @@ def _training_rows(split: Split, model: ChatModel) -> tuple[list[ReferenceRow], 
 def _row(question: str, reference_ids: list[int], model: ChatModel, **more: Any) -> ReferenceRow:
     """Return a row; its reference has no stop token."""
     end = next((index for index, token in enumerate(reference_ids) if token in model.stop_ids), len(reference_ids))
-    return ReferenceRow(question, model.decode(reference_ids[:end]).strip(), **more)
+    return ReferenceRow(question, without_thinking(model.decode(reference_ids[:end])), **more)
 
 
 def _with_answers(rows: list[ReferenceRow], places: list[tuple[str, int]], corpus: Corpus | None) -> list[ReferenceRow]:
@@ -195,16 +195,31 @@ def _with_answers(rows: list[ReferenceRow], places: list[tuple[str, int]], corpu
 
 
 def _clusters(rows: Sequence[ReferenceRow], facts: Sequence[int]) -> list[int]:
-    """Return the cluster of each row: those on one fact, or whose questions differ in numbers only."""
-    same: dict[tuple[str, ...], int] = {}
-    for row, fact in zip(rows, facts, strict=True):
-        same.setdefault(_without_numbers(row), fact)
-    return [same[_without_numbers(row)] for row in rows]
+    """Return the cluster of each row: those on one fact, or numbered copies of one question with one reference."""
+    forms = [_form(row.question) for row in rows]
+    replies = defaultdict[tuple[str, ...], set[str]](set)
+    for form, row in zip(forms, rows, strict=True):
+        replies[form].add(fold(row.reference).strip(" .!"))
+    # If questions of one form have different references, their numbers matter.
+    copies = [form if form and len(replies[form]) == 1 else (str(index),) for index, form in enumerate(forms)]
+    groups = dict.fromkeys([("fact", fact) for fact in facts])
+    numbers = {name: index for index, name in enumerate(groups)}
+    found = [numbers["fact", fact] for fact in facts]
+    while True:
+        least: dict[tuple[str, ...], int] = {}
+        for copy, number in zip(copies, found, strict=True):
+            least[copy] = min(number, least.get(copy, number))
+        merged = {number: least[copy] for copy, number in zip(copies, found, strict=True) if least[copy] < number}
+        if not merged:
+            return found
+        found = [merged.get(number, number) for number in found]
 
 
-def _without_numbers(row: ReferenceRow) -> tuple[str, ...]:
-    words = (word for word in split_words(row.question) if not word.isdigit())
-    return (*words, "", *split_words(row.reference))
+def _form(question: str) -> tuple[str, ...]:
+    """Return the words of a question with at most one number, without it; nothing for another question."""
+    words = split_words(question)
+    plain = tuple(word for word in words if not word.isdigit())
+    return plain if len(words) - len(plain) == 1 else ()
 
 
 def _mark_near_and_ambiguous(found: Questions, training: Sequence[ReferenceRow]) -> None:

@@ -34,7 +34,7 @@ from tunewell.evaluation.intervals import difference_record
 from tunewell.evaluation.measurements import Measurements, bases_of, cluster_numbers, count_answers
 from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import collect_provenance
-from tunewell.evaluation.questions import MAX_ANSWER_TOKENS, Questions, answer_length, find_questions
+from tunewell.evaluation.questions import Questions, answer_length, find_questions
 from tunewell.evaluation.reasons import loss_notes
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.evaluation.scores import (
@@ -237,17 +237,17 @@ class EvaluationSession:
         split, limit = self.rows.split, self.rules.max_documents
         if split is not None and limit is not None and len(split) > limit:
             self.notes.append(f"{count(limit)} of {count(len(split))} held-out rows were measured, evenly spaced")
-        longest = 0
+        asked = list[Question]()
         if split is not None and self.rules.questions and model.masker is not None:
             find = model.masker.template.question_in
             asked = questions_of(split, number=self.rules.questions, spell=model.decode, question_in=find)
-            if asked:
-                longest = max(len(question.reference_ids) for question in asked)
-                self._find_task(model, asked)
+        longest = max((len(question.reference_ids) for question in asked), default=0)
         because = f"1.5 times the longest expected answer ({count(longest, 'token')})"
         self.answer_tokens = Chosen[int](value=answer_length(longest, least=_MIN_ANSWER_TOKENS), because=because)
         if self.rules.answer_tokens != "auto":
             self.answer_tokens = Chosen(value=self.rules.answer_tokens, because="set by `verdict.answer_tokens`")
+        if asked:
+            self._find_task(model, asked)
         tokenizer = model.tokenizer
         token = tokenizer.special_tokens.get("bos_token")
         bos_id = tokenizer.backend.token_to_id(token) if token and tokenizer.adds_bos else None
@@ -274,10 +274,13 @@ class EvaluationSession:
         sources, hint = self.ref.loaded.config.data.sources, questions.scorer.hint
         hinted = [f"{hint}\n\n{row.question}" for row in questions.rows] if hint else []
         self.prompts = [question.ids for question in asked]
-        self.hinted = self._written(model, hinted, system=sources[0].system if sources else None)
-        self.ordinary = self._written(model, [one.ask for one in instructions()])
+        system = sources[0].system if sources else None
+        self.hinted = self._written(model, hinted, length=self.answer_tokens.value, system=system)
+        self.ordinary = self._written(model, [one.ask for one in instructions()], length=MAX_TOKENS)
 
-    def _written(self, model: ChatModel, texts: list[str], system: str | None = None) -> list[list[int]]:
+    def _written(
+        self, model: ChatModel, texts: list[str], *, length: int, system: str | None = None
+    ) -> list[list[int]]:
         """Return a prompt for each text, or none if the template cannot write them or they are too long."""
         assert model.masker is not None
         lead: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -287,8 +290,11 @@ class EvaluationSession:
         except UserError as error:
             self.notes.append(f"fewer questions were asked, because a prompt cannot be written: {error.what}")
             return []
-        limit = model.runtime.context_length - MAX_ANSWER_TOKENS
-        return prompts if max(map(len, prompts), default=0) <= limit else []
+        if (longest := max(map(len, prompts), default=0) + length) > (limit := model.runtime.context_length):
+            what = f"{count(len(prompts), 'question')} with more instructions were not asked"
+            self.notes.append(f"{what}: {count(longest)} tokens are needed, and the model reads {count(limit)}")
+            return []
+        return prompts
 
     def _measure(self, model: ChatModel, runtime: Runtime, name: str) -> ModelOutputs:
         def listener(part: str) -> ProgressListener:

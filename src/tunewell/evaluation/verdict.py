@@ -25,6 +25,8 @@ _EXPLAIN_ALL = ("weights_not_finite", "loss_not_finite", "nothing_changed")
 _EXPLAIN_WRONG = ("answers_nothing", "loops", "control_tokens")
 _EXPLAINED = ("few_right", "none_right", "no_better_than_base", "majority_only")
 """Reasons that are left out if there is a FAIL in `_EXPLAIN_WRONG`, which explains them."""
+_NOTABLE = 0.2
+"""Share of right answers from which the summary names a constant answer."""
 _RANKS = ("FAIL", "UNPROVEN", "WEAK")
 _DAMAGE = [row["code"] for row in read_table("reasons.jsonl") if "measure" in row]
 _THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting", "max_lost")
@@ -98,7 +100,7 @@ def _answers(measured: Measurements) -> str:
     judged = measured.judged
     if judged and measured.min_right is not None:
         others = [f"base: {count(measured.num_right(of_base=True))}"] if bases_of(judged) else []
-        if measured.constant is not None:
+        if measured.constant is not None and measured.constant.right >= _NOTABLE * len(judged):
             others.append(f'always "{shorten_line(measured.constant.text, 24)}": {count(measured.constant.right)}')
         shown = f" ({', '.join(others)})" if others else ""
         return f"{count(measured.num_right())} of {count(len(judged))} {measured.noun} right{shown}"

@@ -128,6 +128,8 @@ def _plain(value: Any) -> Any:
 
 def all_sets(sets: Sequence[str], settings: Settings | None) -> list[str]:
     """Return `KEY=VALUE` texts, and after them the settings as such texts. Values are written as JSON."""
+    if settings is not None and not (isinstance(settings, Mapping) and all(isinstance(key, str) for key in settings)):
+        raise UserError("`settings` is not a mapping of keys", fix='write `settings={"train.epochs": 1}`')
     added = (settings or {}).items()
     values = [f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in added]
     return [*([sets] if isinstance(sets, str) else sets), *values]

@@ -69,7 +69,7 @@ _SPELLED = rf"(?:(?:{'|'.join(_TENS)})[- ](?:{'|'.join(_SMALL[1:10])})|{'|'.join
 _NUMBER = re.compile(
     r"(?:(?P<front>US\$|[$€£¥]|USD|EUR|GBP)\s?)?"
     r"(?P<minus>\b(?:minus|negative)\s)?"
-    r"(?P<digits>(?<![\w.,:/])(?>-?\d{1,3}(?:[,. '’]\d{3})+(?!\d)(?:[.,]\d+)?|-?\d+(?:[.,]\d+)?)"
+    r"(?P<digits>(?<![\w.,:/])(?>-?\d{1,3}(?:[,. '’]\d{3})+(?!\d)(?:[.,]\d+)?|-?\d+(?:[.,]\d+)?(?:e[+-]?\d+\b)?)"
     rf"|\b{_SPELLED})"
     r"(?![:/]\d|[.,]\d|-\d)"
     r"(?:\s?(?P<scale>k|thousand|tausend|million|millions|mio|billion)\b)?"
@@ -181,7 +181,7 @@ def _number(match: re.Match[str]) -> Value | None:
     is_part = bool(own) and own == unit
     end = match.end("unit" if is_part else "scale" if match["scale"] else "digits")
     next_word = "" if is_part or front else unicodedata.normalize("NFKC", after).casefold()
-    readings = frozenset((round(number * scale, 6),) for number in _read_digits(match["digits"]))
+    readings = frozenset((float(f"{number * scale:.12g}"),) for number in _read_digits(match["digits"]))
     start = match.start("front" if front else "digits")
     return Value("number", readings, unit, start, end, next_word) if readings else None
 
@@ -193,6 +193,8 @@ def _read_digits(digits: str) -> list[float]:
         # "one" is seldom a number: "one of the best".
         return [] if names == ["one"] else [float(sum(_WORD_NUMBERS[name] for name in names))]
     plain = re.sub("[ '’]", "", digits)
+    if "e" in plain.lower():
+        return [float(plain.replace(",", "."))]
     marks = re.findall("[.,]", plain)
     whole, _, rest = plain.rpartition(marks[-1]) if marks else (plain, "", "")
     grouped = float(re.sub("[.,]", "", plain))
@@ -201,7 +203,7 @@ def _read_digits(digits: str) -> list[float]:
         return [fraction]
     if len(marks) != 1:
         return [grouped]
-    if len(rest) != 3:
+    if len(rest) != 3 or whole.lstrip("-") == "0":
         return [fraction]
     # "31,400" has a thousands separator; "31.400" is also a decimal number.
     return [grouped] if marks == [","] else [grouped, fraction]

@@ -191,7 +191,9 @@ def _contradicts(text: str, key: AnswerKey) -> str | None:
         if side and said.get(group) == -side and (group not in asked or asked[group]):
             return "says the opposite"
     words, own = ([token.word for token in split_tokens(one)] for one in (text, reference))
-    is_list = re.search(r"\b(?:and|or|und|et|y)\b|,", reference) or len(own) <= 2
+    # "Berlin is the capital" is the capital: only names around a verb cannot be exchanged.
+    has_one_part = key.origin == "derived" and all(len(parts) == 1 for parts in key.accepted)
+    is_list = has_one_part or re.search(r"\b(?:and|or|und|et|y)\b|,", reference) or len(own) <= 2
     return "has the words in another order" if not is_list and words != own and sorted(words) == sorted(own) else None
 
 

@@ -1,7 +1,9 @@
 """JSON and tool calls: an answer is right if all fields agree; each field is scored too."""
 
+import ast
 import json
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +14,14 @@ from tunewell.scoring.base import ReferenceRow, Score, Scorer, without_fence
 _MAX_FIELDS = 60
 _TOOL_TAG = re.compile(r"<(tool_call|function_call|functioncall)>\s*(.*?)\s*(?:</\1>|\Z)", re.DOTALL)
 _TOOL_MARK = re.compile(r"\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>")
-_CALL = re.compile(r"\[?\s*([A-Za-z_][\w.]*)\((.*?)\)\s*[,;\]]?", re.DOTALL)
-_ARGUMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^,()]+)")
+_NAMED_CALL = re.compile(
+    r"<function=([\w.-]+)>\s*(.*?)\s*</function>|\[TOOL_CALLS\]\s*([\w.-]+)\s*\[ARGS\]\s*(\{.*\})", re.DOTALL
+)
+_XML_ARGUMENT = re.compile(r"<parameter=([\w.-]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
+_QUOTED = re.compile(r"(?<=:)\s*'(\{.*\})'")
+"""Arguments as a text in single quotes, which is not JSON."""
+_PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[+-]?\d+)?")
+_NO_CALL = {"no call": ""}
 _NO_FORM = "not in the form of the task"
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
@@ -32,25 +40,44 @@ def parse_calls(text: str) -> list[dict[str, Any]]:
 
     {"name": "search", "arguments": {"q": "tea"}}, a list of these, `<tool_call>` blocks, and search(q="tea")
     """
+    if named := _NAMED_CALL.findall(text):
+        pairs = [(one or other, body or arguments) for one, body, other, arguments in named]
+        return [{"name": name, "arguments": _named_arguments(body)} for name, body in pairs]
     tagged = [found[2] for found in _TOOL_TAG.finditer(text)]
     parts = tagged or [_TOOL_MARK.split(text)[-1]]
-    found = [call for part in parts for call in _calls_in(parse_json(part))]
-    if found or tagged:
-        return found
-    bare = without_fence(text)
-    if _CALL.sub("", bare).strip(" \n\t[],;"):
-        return []
-    return [
-        {"name": name, "arguments": {key: _value(value.strip()) for key, value in _ARGUMENT.findall(arguments)}}
-        for name, arguments in _CALL.findall(bare)
-    ]
+    parsed = [_calls_in(parse_json(_QUOTED.sub(r"\1", part))) for part in parts]
+    if tagged:
+        return [call for calls in parsed for call in calls] if all(parsed) else []  # one broken call breaks all
+    return parsed[0] or _python_calls(without_fence(text))
 
 
-def _value(text: str) -> Any:
+def _named_arguments(body: str) -> dict[str, Any]:
+    found = parse_json(body)
+    return found if isinstance(found, dict) else dict(_XML_ARGUMENT.findall(body))
+
+
+def _python_calls(text: str) -> list[dict[str, Any]]:
+    """Return the calls of a Python expression with literal arguments: search(q="tea"), or a list of such calls."""
     try:
-        return json.loads(text)
-    except ValueError:
-        return text.strip("'\"")
+        with warnings.catch_warnings(action="ignore"):  # texts such as `2nd` are no Python
+            tree = ast.parse(text, mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        if len(calls) < len(nodes) or not all(isinstance(node.func, ast.Name | ast.Attribute) for node in calls):
+            return []
+        found = []
+        for call in calls:
+            arguments = {str(index): ast.literal_eval(node) for index, node in enumerate(call.args)}
+            arguments |= {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+            found.append({"name": ast.unparse(call.func), "arguments": arguments})
+        return found
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def has_broken_call(text: str) -> bool:
+    """Return True if a text has the marks of a tool call that cannot be read."""
+    return not parse_calls(text) and (_TOOL_TAG.search(text) or _TOOL_MARK.search(text)) is not None
 
 
 def _calls_in(tree: Any) -> list[dict[str, Any]]:
@@ -73,8 +100,15 @@ def flat_fields(tree: Any, front: str = "") -> dict[str, str]:
     if isinstance(tree, dict | list) and tree:
         entries = tree.items() if isinstance(tree, dict) else enumerate(tree)
         return {path: text for key, one in entries for path, text in flat_fields(one, f"{front}{key}.").items()}
-    text = tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False)
-    return {front.rstrip(".") or ".": " ".join(fold(text).split())}
+    return {front.rstrip(".") or ".": _leaf(tree)}
+
+
+def _leaf(value: Any) -> str:
+    """Return a value as a text. Numbers are compared by value, also if one of two is a text."""
+    text = " ".join(fold(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).split())
+    if isinstance(value, bool) or not _PLAIN_NUMBER.fullmatch(text):
+        return text
+    return f"{float(text):.12g}"
 
 
 class Json(Scorer):
@@ -133,13 +167,21 @@ class Tools(Json):
     """Tool calls: the name and the arguments of each call, in any order of the calls."""
 
     noun = "names and arguments"
+
+    def score(self, index: int, answer: str) -> Score:
+        """Compare the calls. Where no call is expected, an answer with a call is wrong, and a text is not judged."""
+        if self._references[index] != _NO_CALL:
+            return super().score(index, answer)
+        calls = parse_calls(answer) or has_broken_call(answer)
+        return Score(False, "calls a tool where none is expected") if calls else Score(None, "no call is expected")
+
     ask = 'Answer with a tool call only, as {"name": ..., "arguments": {...}}. These are the tools with their arguments'
 
     def _fields(self, text: str) -> dict[str, str] | None:
         calls = parse_calls(text)
         if not calls:
-            # A row without a call: any text without a call is right.
-            return {"no call": ""} if text.strip() and parse_json(text) is None else None
+            is_text = text.strip() and parse_json(text) is None and not has_broken_call(text)
+            return dict(_NO_CALL) if is_text else None
         found, numbers = dict[str, str](), Counter[str]()
         for call in sorted(calls, key=lambda call: json.dumps(call, sort_keys=True, default=str)):
             numbers[call["name"]] += 1

@@ -253,7 +253,9 @@ def _facts(found: _Rows) -> str | None:
     keys = answer_keys(found.rows[::step])
     # A whole reference is a fact if it has a value or a name: "haha no way" is none.
     judged = fmean(
-        key.origin == "derived" or (key.is_judged and bool(find_values(key.text) or _is_name(key.text)))
+        key.origin == "derived"
+        or key.is_refusal
+        or (key.is_judged and bool(find_values(key.text) or _is_name(key.text)))
         for key in keys
     )
     if judged < 0.5:

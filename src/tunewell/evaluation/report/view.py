@@ -211,8 +211,7 @@ def compared_rows(report: Report) -> list[MetricRow]:
         rows.append(MetricRow(f"  {name}", _share(other), "", hint=f"the better of the two counts: {used}"))
     if report.constant is not None:
         text = shorten(single_line(report.constant.text), 32, mark=ELLIPSIS)
-        hint = f'always answering "{text}"'
-        rows.append(MetricRow("  one constant answer", _share(report.constant), _share(report.tuned_tally), hint=hint))
+        rows.append(MetricRow("  one constant answer", "", _share(report.constant), hint=f'always "{text}"'))
     if report.without_near is not None:
         hint = "questions that no training row asks alike"
         rows.append(MetricRow("  without near duplicates", "", _share(report.without_near), hint=hint))
