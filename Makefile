@@ -108,7 +108,7 @@ without-features: setup ## the delete test: types, contracts, pages and collecti
 demo: setup ## the whole bundled example: init, inspect, prepare, train, validate, chat
 	@$(BIN)/python examples/college/demo.py
 
-bench: setup ## the README's tables: prepare and packing, compared with other tools in one run
+bench: setup ## two tables of benchmarks/RESULTS.md: prepare and packing, compared with other tools in one run
 	$(BIN)/python benchmarks/prepare.py
 	$(BIN)/python benchmarks/packing.py
 
