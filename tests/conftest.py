@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from examples_limit import examples
+from tunewell.core.features import features
 
 os.environ["AWS_EC2_METADATA_DISABLED"] = "true"  # no test asks the metadata service of a cloud machine for keys
 # One torch thread per process: two workers with two threads each wait for each other on two cores, and tiny models
@@ -83,7 +84,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--slow-seconds`, leave out the slow tests that do not fit; a test without a record does not fit."""
+    """Leave out the tests of absent features and, with `--slow-seconds`, the slow tests that do not fit.
+
+    A slow test without a record does not fit.
+    """
+    _leave_out([item for item in items if not _used_features(item) <= features().keys()], config, items)
     limit = config.getoption("slow_seconds")
     if limit is None:
         return
@@ -91,7 +96,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = sorted(known, key=lambda name: (known[name], name))
     totals = accumulate(known[name] for name in order)
     chosen = {name for name, total in zip(order, totals, strict=True) if total <= limit}
-    left_out = [item for item in items if item.get_closest_marker("slow") and _function(item.nodeid) not in chosen]
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    _leave_out([item for item in slow if _function(item.nodeid) not in chosen], config, items)
+
+
+def _used_features(item: pytest.Item) -> set[str]:
+    """Return the features that a test of the spine uses: `@pytest.mark.uses("diagnose")`."""
+    return {name for mark in item.iter_markers("uses") for name in mark.args}
+
+
+def _leave_out(left_out: list[pytest.Item], config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in {*left_out}]
 

@@ -145,6 +145,7 @@ def test_the_value_of_a_secret_variable_is_on_no_screen(
         assert leaks() == []
 
 
+@pytest.mark.uses("diagnose")
 def test_a_secret_at_the_edge_of_a_shortened_line_is_replaced() -> None:
     """A long line is cut around the match; half of a password has no name before it."""
     from tunewell.features.diagnose.diagnose import diagnose

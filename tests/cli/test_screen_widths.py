@@ -71,6 +71,7 @@ _COMMANDS = (
 
 
 @pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.uses("diagnose", "doctor")
 def test_every_screen_of_a_small_project_fits(
     columns: int, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -129,6 +130,7 @@ def test_the_end_of_a_name_fits_its_columns() -> None:
     assert cell_width(ending("東京" * 20, 16)) <= 16
 
 
+@pytest.mark.uses("remote")
 def test_the_files_of_a_push_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     from tunewell.features.remote.command import _screen as push_screen
 

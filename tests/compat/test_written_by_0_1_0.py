@@ -56,6 +56,11 @@ OTHER_KEYS = {"validate": {"judge.origins.derived"}}
 """The rows are choices now, which have no derived keys."""
 
 
+def _if_there(command: str) -> Any:
+    """Return a command as a parameter of tests; the command of a feature is tested where that feature is there."""
+    return pytest.param(command, marks=pytest.mark.uses(command)) if command in ("notebook", "serve") else command
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a command came to."""
@@ -261,7 +266,7 @@ def test_verify_proves_every_artefact_of_an_old_export(written: Written) -> None
         assert set(names) <= set(checks[artefact]), artefact
 
 
-@pytest.mark.parametrize("name", JSON_COMMANDS)
+@pytest.mark.parametrize("name", [_if_there(name) for name in JSON_COMMANDS])
 def test_json_has_every_key_that_it_had(written: Written, name: str) -> None:
     """Guards against a key that scripts read and that a change of records renamed or dropped."""
     ran, expected = written.ran(name), golden("json")[name]
@@ -269,7 +274,7 @@ def test_json_has_every_key_that_it_had(written: Written, name: str) -> None:
     assert set(expected["keys"]) - key_paths(ran.told()) == OTHER_KEYS.get(name, set())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [_if_there(name) for name in COMMANDS])
 def test_every_flag_of_a_command_still_exists(command: str, tmp_path: Path) -> None:
     """Guards against a flag that scripts and `resume` lines give and that is unknown now."""
     flags = {

@@ -397,8 +397,8 @@ def test_names_of_other_trainers_set_our_keys(given, key, value):
         ({"packing": "1024"}, "remove the quotes"),
         ({"packing": "yes"}, "documents are always packed"),
         ({"evaluate": "no"}, "with `data.held_out: 0`, there are none"),
-        ({"report_to": "all"}, "`track` must be a list of `tensorboard`"),
-        ({"track": ["all"]}, "`track[0]` must be `tensorboard`"),
+        pytest.param({"report_to": "all"}, "`track` must be a list of `tensorboard`", marks=pytest.mark.uses("track")),
+        pytest.param({"track": ["all"]}, "`track[0]` must be `tensorboard`", marks=pytest.mark.uses("track")),
     ],
 )
 def test_what_cannot_be_meant_is_answered_with_what_can(given, said):

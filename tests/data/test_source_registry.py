@@ -79,6 +79,7 @@ def test_every_format_is_read_through_the_source(kind, memory, tmp_path):
     assert len(file.sha256()) == 64
 
 
+@pytest.mark.uses("remote")
 def test_an_unknown_scheme_is_an_error_with_the_known_ones(memory, tmp_path):
     with pytest.raises(UserError, match="`ftp://` is not a known data source") as caught:
         find_files("ftp://bucket/rows.jsonl", base=tmp_path)

@@ -16,7 +16,6 @@ from tunewell.config.schema import Config
 from tunewell.core import plugins
 from tunewell.core.errors import UserError
 from tunewell.core.plugins import find_plugins, used_plugins
-from tunewell.features.doctor.workflow import doctor
 
 _HERE = Path(__file__).parent
 _POINTS = """
@@ -98,10 +97,13 @@ def test_an_installed_package_is_found_though_the_scan_is_cached(
     assert len(find_plugins()) == len(first) + 1, "a damaged entry is found again"
 
 
+@pytest.mark.uses("doctor")
 def test_a_broken_plugin_is_named_and_stops_nothing_else(site: Path) -> None:
     with pytest.raises(UserError, match=r"plugin `priceless` of the package toy 1\.0 is broken.*OptimizerEntry"):
         OPTIMIZERS.entry("priceless")
     assert "priceless" not in [entry.name for entry in OPTIMIZERS.entries()]
+    from tunewell.features.doctor.workflow import doctor
+
     found = doctor(is_fast=False)
     assert "optimizers: momentum (toy 1.0)" in found.facts["plugins"] and str(site) in found.facts["plugins"]
     broken = [finding.what for finding in found.findings if finding.id == "plugin-broken"]

@@ -4,6 +4,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,6 +18,7 @@ def test_generated_pages_are_up_to_date():
     assert old == [], "run `make docs`"
 
 
+@pytest.mark.uses("diagnose")
 def test_the_pages_of_a_release_are_complete():
     """They are not committed, so only this shows that they can be written."""
     from tunewell.cli.main import COMMANDS

@@ -56,7 +56,8 @@ def _trace(config: dict[str, object]) -> tuple[set[str], set[str]]:
         code = frame.f_code
         if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(PACKAGE):
             entered.add(name := f"{code.co_filename}:{code.co_qualname}")
-            if is_in_step:
+            # Other threads write files and heartbeats whenever the machine lets them.
+            if is_in_step and threading.current_thread() is threading.main_thread():
                 during_step.add(name)
 
     def on_step(event: object) -> None:

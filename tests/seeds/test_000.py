@@ -120,6 +120,7 @@ def test_all_rows_empty_is_an_error_and_not_an_empty_data_set(project):
         ),
     ],
 )
+@pytest.mark.uses("diagnose")
 def test_diagnose_names_the_failures(line, failure):
     assert findings(line)[0] == failure
 

@@ -73,6 +73,7 @@ def test_an_argument_without_a_meaning_here_is_named_with_what_to_write(project)
         assert "tunewell.yaml line 11" in told and "data.held_out: 0" in told
 
 
+@pytest.mark.uses("diagnose", "doctor")
 def test_packages_that_do_not_work_together_are_named(project):
     """trl was downgraded to 0.8.6, with a transformers that it was not written for."""
     (project / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
@@ -105,10 +106,12 @@ def test_packages_that_do_not_work_together_are_named(project):
         ),
     ],
 )
+@pytest.mark.uses("diagnose")
 def test_diagnose_names_the_failures(line, failure):
     assert findings(line)[0] == failure
 
 
+@pytest.mark.uses("diagnose")
 def test_a_quantised_model_on_a_mac_is_named():
     """`device() received an invalid combination of arguments` says nothing about bitsandbytes."""
     log = (
@@ -154,6 +157,7 @@ def test_qlora_and_galore_are_understood_as_methods(project):
         assert shown in run(project, "plan", "--no-measure", "--gpu", "a100-80", code={0, 2})
 
 
+@pytest.mark.uses("notebook")
 def test_the_notebook_for_a_t4_holds_the_config(project):
     """The scripts that did not run on a Mac were moved to Colab by hand."""
     run(project, "notebook", "--package", "none", "--out", "galore.ipynb")

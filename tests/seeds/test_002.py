@@ -54,6 +54,7 @@ def test_local_rows_need_no_credentials(project, monkeypatch):
     run(project, "prepare")
 
 
+@pytest.mark.uses("remote")
 def test_a_bucket_without_keys_says_what_to_set(project, monkeypatch, capsys):
     """An identity of the machine must not be taken in place of keys."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
@@ -108,6 +109,7 @@ def test_the_device_is_a_setting_that_is_used_or_refused(project):
     assert "cpu" in json.dumps(plan["device"])
 
 
+@pytest.mark.uses("diagnose")
 def test_a_process_that_prints_nothing_for_hours_is_named():
     """Only the output of `ps` and the last line of the log were known."""
     assert findings(STUCK)[0] not in ("unknown", "oom-cuda")

@@ -36,6 +36,7 @@ def configure(project: Path, model: Path) -> None:
     (project / "tunewell.yaml").write_text(CONFIG.format(model=model), encoding="utf-8")
 
 
+@pytest.mark.uses("diagnose")
 def test_the_log_is_named_as_broken_numbers_and_not_as_a_model_that_memorised(project):
     """A loss of 0 with a gradient of NaN comes from the trainer's filter, not from a perfect model."""
     state = {"global_step": 20, "max_steps": 493, "log_history": LOG}
@@ -48,6 +49,7 @@ def test_the_log_is_named_as_broken_numbers_and_not_as_a_model_that_memorised(pr
 @pytest.mark.parametrize(
     "line", ["empty responses on MPS with fp16", "The model generates empty responses. MPS, fp16."]
 )
+@pytest.mark.uses("diagnose")
 def test_the_sentence_about_empty_answers_is_named(line):
     assert findings(line)[0] in ("mps-nan-fp16", "degenerate-answers")
 
@@ -77,6 +79,7 @@ def test_rows_of_facts_are_offered_retrieval(project, tiny_model):
     assert "retrieval" in run(project, "plan", "--no-measure")
 
 
+@pytest.mark.uses("notebook")
 def test_a_notebook_for_a_rented_gpu_is_one_command(project, tiny_model):
     """The second alternative: train on Colab."""
     configure(project, write_random(project / "model", tiny_model))

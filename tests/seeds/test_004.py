@@ -155,10 +155,12 @@ With batch 8 and gradient_accumulation_steps 2: 6.74 it/s
         (BATCH, "batch-too-large-slow"),
     ],
 )
+@pytest.mark.uses("diagnose")
 def test_diagnose_names_the_failures(log, failure):
     assert findings(log)[0] == failure
 
 
+@pytest.mark.uses("diagnose")
 def test_the_speeds_are_compared_in_rows_and_not_in_iterations():
     """1.2 it/s with 32 rows and 6.74 it/s with 8 are 38 and 54 rows a second: 1.4 times, not 5.6 times."""
     log = "per_device_train_batch_size: 32\n1.20it/s\nper_device_train_batch_size: 8\n6.74it/s\n"

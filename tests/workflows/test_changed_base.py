@@ -25,6 +25,8 @@ from tunewell.records.base_model import BASE
 from tunewell.records.parity import PROOF
 from tunewell.runs.resolve import resolve_model
 
+pytestmark = pytest.mark.uses("compare", "retrieval", "serve")  # they load models too
+
 _FAST: dict[str, Any] = {
     "device": "cpu",
     "train": {"max_steps": 1, "batch_documents": 4, "threads": 1},

@@ -194,6 +194,7 @@ def test_a_model_with_random_weights_may_loop_until_it_has_answered_once(
 
 
 @pytest.mark.parametrize(("says", "then", "words"), [("", "<|im_end|>", "are empty"), ("Yes", "!", "loop")])
+@pytest.mark.uses("diagnose")
 def test_the_run_stops_with_the_evidence(tmp_path: Path, tiny_model: Path, says: str, then: str, words: str) -> None:
     """Without any patch: a model that always ends at once, and one that never stops repeating a token."""
     write_sums(

@@ -132,6 +132,7 @@ def test_a_model_of_ollama_is_trained_and_talked_to(project: Path, capsys: pytes
     assert main(["chat", str(result.run), "--prompt", "hi", "--length", "4"]) == 0
 
 
+@pytest.mark.uses("notebook")
 def test_a_model_of_ollama_is_not_in_a_notebook(project: Path, capsys: pytest.CaptureFixture[str]):
     """Colab would fail after the upload."""
     Path("tunewell.yaml").write_text("model: ollama:qwen3:0.6b\ndata: {sources: rows.jsonl}\n")
