@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template
-from markupsafe import Markup
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.html import page_environment, single_line
@@ -24,13 +23,12 @@ from tunewell.evaluation.report.view import (
     setting,
     sorted_answers,
     source_metrics,
+    title,
 )
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.report import HEADLINES, Curve, Report
+from tunewell.records.report import HEADLINES, Report
 from tunewell.runs.loss_curve import LossPlot
 
-_WIDE, _NARROW = (760, 320), (340, 260)
-_MAX_EVALUATIONS = 40
 _MAX_SCORES = 200
 
 
@@ -38,11 +36,13 @@ def report_page(report: Report) -> str:
     """Return a report as an HTML page; the output is deterministic."""
     return _template().render(
         report=report,
+        title=title(report),
         headline=HEADLINES[report.verdict],
         key_metrics=key_metrics(report),
         metrics=all_metrics(report),
         source_metrics=source_metrics(report),
-        curve=_curve(report.curve),
+        plot=LossPlot(report.curve),
+        evaluations=sorted(report.curve.held_out),
         answers=sorted_answers(report),
         judge_sentences=judge_sentences(report),
         fields=field_rows(report),
@@ -90,26 +90,6 @@ def _row_counts(report: Report) -> dict[str, Any] | None:
         "total": counts.documents + counts.held_out + dropped,
         "dropped": dropped,
         "supervised": percent(counts.supervised / counts.tokens) if counts.tokens else "",
-    }
-
-
-def _curve(curve: Curve) -> dict[str, Any]:
-    plot = LossPlot(curve)
-    evaluations = sorted(curve.held_out, key=lambda point: point[0])
-    stride = -(-len(evaluations) // _MAX_EVALUATIONS) or 1
-    return {
-        "pictures": [
-            (name, size, Markup(shapes))
-            for name, size in (("wide", _WIDE), ("narrow", _NARROW))
-            if (shapes := plot.shapes(*size))
-        ],
-        "legend": [(Markup(key), text) for key, text in plot.legend],
-        "description": plot.description,
-        "remarks": plot.remarks,
-        "is_log": plot.is_log,
-        "evaluations": evaluations[::stride],
-        "stride": stride,
-        "is_empty": not curve.train and not curve.held_out,
     }
 
 
