@@ -10,7 +10,7 @@ MEMORY = BarChart(
     [""],
     [BarRow("load", ["2 GiB"], (2, 0, 0)), BarRow("steps", ["5 GiB"], (2, 2, 1)), BarRow("idle", ["0 GiB"], (0, 0, 0))],
     8,
-    ["weights", "optimizer", "activations"],
+    {0: "weights", 1: "optimizer", 2: "activations"},
     [(0, "0"), (6, "6 GiB free")],
 )
 RIGHT = BarChart(

@@ -10,7 +10,7 @@ MEMORY = BarChart(
     [""],
     [BarRow("load", ["2 GiB"], (2, 0, 0)), BarRow("steps", ["5 GiB"], (2, 2, 1)), BarRow("idle", ["0 GiB"], (0, 0, 0))],
     8,
-    ["weights", "optimizer", "activations"],
+    {0: "weights", 1: "optimizer", 2: "activations"},
     [(0, "0"), (6, "6 GiB free")],
 )
 RIGHT = BarChart(
@@ -43,9 +43,9 @@ def test_a_dot_lies_in_its_interval_and_the_marked_one_differs() -> None:
 
 def test_a_value_beyond_the_axis_has_no_line() -> None:
     """A line at the edge would say that so much is free."""
-    chart = BarChart("", [""], [BarRow("a", [""], (4,))], 4, ["used"], [(90, "90 free →")])
+    chart = BarChart("", [""], [BarRow("a", [""], (4,))], 4, {0: "used"}, [(90, "90 free →")])
     assert chart.text(12) == ["│███████████", "   90 free →"]
-    half = BarChart("", [""], [BarRow("a", [""], (0.001, 0.001))], 4, ["dark", "light"])
+    half = BarChart("", [""], [BarRow("a", [""], (0.001, 0.001))], 4, {0: "dark", 2: "light"})
     assert half.text(12) == ["│█"], "what is not empty is seen"
 
 
@@ -53,7 +53,7 @@ def test_a_value_beyond_the_axis_has_no_line() -> None:
 def test_no_bar_leaves_its_axis(parts, width) -> None:
     """Sizes are from 0 bytes to many terabytes, and parts add up to the end of the axis."""
     high = max(map(sum, parts)) or 1.0
-    chart = BarChart("", [], [BarRow("", [], own) for own in parts], high, ["a", "b", "c"][: len(parts[0])])
+    chart = BarChart("", [], [BarRow("", [], own) for own in parts], high, {0: "a", 1: "b", 2: "c"})
     lines = chart.text(width)
     assert all(len(line) <= width for line in lines)
     for line, own in zip(lines, parts, strict=True):

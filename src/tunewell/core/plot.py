@@ -4,8 +4,8 @@ Colours of an SVG are CSS classes of the page or of the file around it; attribut
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from itertools import accumulate
 from operator import itemgetter
@@ -409,22 +409,17 @@ class BarChart:
     """The headings of the numbers."""
     rows: Sequence[BarRow]
     high: float
-    legend: Sequence[str] = ()
-    """The names of the two or three parts of a bar, from dark to light."""
+    legend: Mapping[int, str] = field(default_factory=dict[int, str])
+    """The names of the parts of a bar by their shade: 0 dark, 1 middle, 2 light."""
     ticks: Sequence[tuple[float, str]] = ()
     """Values with a line and a label. One above `high` has no line."""
     marked: str = ""
     """What a marked row is."""
 
-    @property
-    def shades(self) -> Sequence[int]:
-        """The shade of each part: 0 dark, 1 middle, 2 light."""
-        return (0, 2) if len(self.legend) == 2 else (0, 1, 2)
-
     def spans(self, row: BarRow) -> list[tuple[int, float, float]]:
         """Return the shade, the start and the end of each part of a bar."""
         ends = [0.0, *accumulate(row.parts)]
-        return list(zip(self.shades, ends, ends[1:], strict=False))
+        return list(zip(self.legend, ends, ends[1:], strict=False))
 
     def text(self, width: int) -> list[str]:
         """Return the bars as lines of `width` characters; with ticks, also the line of their labels."""
@@ -456,7 +451,7 @@ class BarChart:
     @property
     def text_legend(self) -> str:
         """The meaning of the shades and of the mark."""
-        names = [f"{_SHADES[shade]} {name}" for shade, name in zip(self.shades, self.legend, strict=False)]
+        names = [f"{_SHADES[shade]} {name}" for shade, name in self.legend.items()]
         return ", ".join([*names, *([f"◆ {self.marked}"] if any(row.is_marked for row in self.rows) else [])])
 
 

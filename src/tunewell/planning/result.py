@@ -17,7 +17,7 @@ from tunewell.records.prediction import Prediction
 EXIT_DOES_NOT_FIT = 2
 _STATES = {"steps": ("optimizer", "gradients"), "evaluation": ("optimizer",), "generation": ("optimizer",)}
 _HELD = ("weights", "adapter", "process", "CUDA context")
-_MEMORY_PARTS = ("weights and process", "optimizer and gradients", "activations and buffers")
+_MEMORY_PARTS = {0: "weights and process", 1: "optimizer and gradients", 2: "activations and buffers"}
 _NEAR = 1.5
 """A free memory up to this multiple of the highest value is on the axis; beyond it, the bars would be short."""
 

@@ -145,12 +145,12 @@ def test_the_page_names_rows_models_and_the_right_answers_first() -> None:
     """Two names of models, and a note on quantisation above the result, left the reader without an answer."""
     page = Page(comparison_page(a_comparison()))
     text = " ".join(page.text.split())
-    assert "base, run on held-out rows of shop.jsonl (tunewell comparison)" in text
+    assert "base and run on held-out rows of shop.jsonl (tunewell comparison)" in text
     words = ["36 of 40 right", "run, recommended", "19 November 2026, 20:50 UTC", "4 of 40", "Answers that differ"]
     places = [text.index(word) for word in [*words, "the base model is quantised"]]
     assert places == sorted(places)
     several = replace(a_comparison(), names=["base", "base + retrieval"])
-    assert "base with and without retrieval on held-out rows" in Page(comparison_page(several)).text
+    assert "base, with and without retrieval, on held-out rows" in Page(comparison_page(several)).text
 
 
 def test_answers_that_the_best_column_gets_wrong_come_first() -> None:

@@ -138,7 +138,7 @@ class CorpusViews:
         at = sum(start < length for start, _, _ in bars)
         rows.insert(at, BarRow(count(length), ("", ""), text="sequence length"))
         most = max(number for _, _, number in bars)
-        return BarChart("tokens per row", ("rows", "trained on"), rows, most, ("trained on", "context"))
+        return BarChart("tokens per row", ("rows", "trained on"), rows, most, {0: "trained on", 2: "context"})
 
     def dropped(self, num_rows: int) -> dict[str, list[DroppedRow]]:
         """Return the reasons for dropped rows, the most frequent first, with the first rows of each."""

@@ -8,7 +8,7 @@ from jinja2 import Template
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.html import page_environment, single_line
-from tunewell.core.units import duration, percent
+from tunewell.core.units import duration
 from tunewell.evaluation.report.view import (
     FAULT_WORDS,
     NUM_ORDINARY,
@@ -47,7 +47,7 @@ def report_page(report: Report) -> str:
         judge_sentences=judge_sentences(report),
         fields=field_rows(report),
         ordinary=report.ordinary[:NUM_ORDINARY],
-        row_counts=_row_counts(report),
+        dropped=_largest_first(report.ledger.dropped) if report.ledger else [],
         plan=_chosen(report.plan, known=Plan.model_fields),
         thresholds=_chosen(report.thresholds, known=VerdictRules.model_fields),
         seconds=_largest_first(report.seconds),
@@ -78,19 +78,6 @@ def _largest_first(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
 def _chosen(values: dict[str, Chosen[Any]], *, known: Any) -> list[tuple[str, str, str]]:
     names = declared_order(values, known)
     return [(name.replace("_", " "), setting(values[name].value), values[name].because) for name in names]
-
-
-def _row_counts(report: Report) -> dict[str, Any] | None:
-    if report.ledger is None:
-        return None
-    counts = report.ledger
-    dropped = sum(counts.dropped.values())
-    return {
-        "by_reason": [(single_line(name).replace("_", " "), rows) for name, rows in _largest_first(counts.dropped)],
-        "total": counts.documents + counts.held_out + dropped,
-        "dropped": dropped,
-        "supervised": percent(counts.supervised / counts.tokens) if counts.tokens else "",
-    }
 
 
 def _scores(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, str]]:

@@ -16,37 +16,25 @@ SHARES = ("right", "faulty answers")
 
 def comparison_page(comparison: ColumnComparison) -> str:
     """Return a comparison as an HTML page; the output is deterministic."""
-    return (
-        page_environment("tunewell.features.compare")
-        .get_template("comparison.html")
-        .render(
-            comparison=comparison,
-            title=_title(comparison),
-            is_shown=any(one.is_shown for one in comparison.differences),
-            chart=right_chart(comparison, comparison.names),
-            answers=answer_rows(comparison),
-            metrics=[
-                (row.name, [format_metric(row.name, value) for value in row.values]) for row in comparison.metrics
-            ],
-            resources=[(row.name, [format_resource(value) for value in row.values]) for row in comparison.resources],
-            tables=[
-                (title, [(row.name, ["-" if value is None else value for value in row.values]) for row in rows])
-                for title, rows in (
-                    ("Settings that differ", comparison.settings),
-                    ("Data that differ", comparison.data),
-                )
-            ],
-            differences=[describe_difference(one) for one in comparison.differences],
-            curves=partial(curves, comparison.lines) if has_curve(comparison.lines) else None,
-        )
+    template = page_environment("tunewell.features.compare").get_template("comparison.html")
+    return template.render(
+        comparison=comparison,
+        title=_title(comparison),
+        chart=right_chart(comparison, comparison.names),
+        answers=answer_rows(comparison),
+        curves=partial(curves, comparison.lines) if has_curve(comparison.lines) else None,
+        describe=describe_difference,
+        metric=format_metric,
+        resource=format_resource,
     )
 
 
 def _title(comparison: ColumnComparison) -> str:
-    """Return the models and their rows: `base, run with and without retrieval on held-out rows of support.jsonl`."""
+    """Return the models and their rows: `base and run, with and without retrieval, on held-out rows of shop.jsonl`."""
     models = list(dict.fromkeys(name.partition(" + ")[0] for name in comparison.names))
-    both = " with and without retrieval" if len(models) < len(comparison.names) else ""
-    return f"{listed(models)}{both} on {comparison.rows or 'the same rows'}"
+    both = ", with and without retrieval," if len(models) < len(comparison.names) else ""
+    named = f"{listed(models[:-1])} and {models[-1]}".removeprefix(" and ")
+    return f"{named}{both} on {comparison.rows or 'the same rows'}"
 
 
 def right_chart(comparison: ColumnComparison, labels: Sequence[str]) -> BarChart:
