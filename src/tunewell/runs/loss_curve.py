@@ -252,8 +252,8 @@ def curves(lines: Sequence[Line], width: int, height: int) -> tuple[str, list[tu
         best = f"best {_at_step(line.best)}" if line.best else "no finite loss"
         legend.append((f'<path {style} d="M0 7h26"/>', f"{letter(index)}  {line.name}: {best}"))
         if plot is not None and drawable(points):
-            for part in [points] if len(points) > _FEW else [[point] for point in points]:
-                plot.draw_line(part, style)
+            if len(points) > _FEW:
+                plot.draw_line(points, style)
             across, down = plot.place(min(drawable(points), key=by_value))
             mark = f'class="middle" text-anchor="middle" x="{across:g}" y="{down - 5:g}" fill="{colour}"'
             plot.shapes.append(f"<text {mark}>{letter(index)}</text>")

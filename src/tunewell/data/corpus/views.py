@@ -137,7 +137,7 @@ class CorpusViews:
         length = manifest.packing.context_length
         at = sum(start < length for start, _, _ in bars)
         rows.insert(at, BarRow(count(length), ("", ""), text="sequence length"))
-        most = max(number for _, _, number in bars)
+        most = max((number for _, _, number in bars), default=1)
         return BarChart("tokens per row", ("rows", "trained on"), rows, most, {0: "trained on", 2: "context"})
 
     def dropped(self, num_rows: int) -> dict[str, list[DroppedRow]]:
