@@ -112,7 +112,7 @@ def test_a_comparison_of_runs_runs_nothing_and_fits_the_screen(browser, listener
     text = " ".join(PAYLOADS).replace("HOST", listener.host)
     columns = []
     for number, report in enumerate((_hostile(listener), report_of_everything(), report_of_everything())):
-        line = Line(f"{text} {number}", [(0, 2.0), (9, 1.0 + number)])
+        line = Line(f"{text} {number}", [(0, 2.0), (5, 1.9), (9, 1.0 + number)])
         columns.append(column_of(report, f"{text} {number}", settings={"seed": number, text: number}, line=line))
     html = comparison_page(compare_columns(columns, [text]))
     since = len(browser.events)

@@ -28,7 +28,7 @@ from sample_reports import (
 
 from examples_limit import examples
 from tunewell.evaluation.report.page import report_page
-from tunewell.evaluation.report.view import visible
+from tunewell.evaluation.report.view import title, visible
 from tunewell.records.plan import Chosen
 from tunewell.records.report import (
     Answer,
@@ -291,6 +291,28 @@ def test_a_curve_never_leaves_its_frame(train, held_out):
     for across, down in points:
         assert 52 <= float(across) <= 322 and 10 <= float(down) <= 220
     assert all(10 <= float(y) <= 220 for y in re.findall(f'class="grid" d="M52 {number}H', shapes))
+
+
+def test_the_title_names_the_model_and_its_rows():
+    """`run, step 190` says nothing to the person who gets the page."""
+    report = college_report()
+    page = Page(report_page(report))
+    assert "SmolLM2-135M-Instruct on train.jsonl, held_out.jsonl (tunewell report)" in page.text
+    assert f"tunewell report: {report.subject.name}" in page.text
+    assert "14 March 2026, 09:26" in page.text and report.made_at not in page.text
+    subject = report.subject.model_copy(update={"base": "/models/small", "kind": "model"})
+    assert title(report.model_copy(update={"subject": subject, "data": "test.jsonl"})) == "small on test.jsonl"
+
+
+def test_two_evaluations_are_dots_without_a_line():
+    """A dash from the first to the last looks like measurements in between, the more so on a log scale."""
+    train = [(step, 4.0 / step) for step in range(1, 60)]
+    for held_out, is_line in (([(0, 4.0), (59, 0.5)], False), ([(0, 4.0), (30, 0.7), (59, 0.5)], True)):
+        plot = LossPlot(Curve(train=train, held_out=held_out))
+        shapes = plot.shapes(760, 320)
+        assert shapes.count('class="dot"') == len(held_out)
+        assert ('class="evaluation"' in shapes) == ('class="evaluation"' in "".join(key for key, _ in plot.legend))
+        assert ('class="evaluation"' in shapes) == is_line
 
 
 def test_every_colour_of_text_can_be_read():

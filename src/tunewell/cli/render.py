@@ -16,10 +16,13 @@ from tunewell.core.redact import redact
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tunewell.core.plot import BarChart
+
 _MAX_WIDTH = 120
 _MIN_FOLD_WIDTH = 16
 _MIN_COLUMN = 24
 """Columns that the text of a table needs; with fewer, it is written below its row."""
+_MIN_BAR, _MAX_BAR = 10, 60
 _INDENT = 4
 _LONGEST_TEXT = 2000
 _ERROR_LEAD = re.compile(r"error: |  where: |  fix: +")
@@ -130,6 +133,24 @@ def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
     return "\n".join(lead.rstrip() + text for lead, text in zip(leads, below, strict=True))
 
 
+def bar_table(chart: "BarChart") -> str:
+    """Return a chart as a table with its bars as the last column, and what their shades mean.
+
+    memory by phase
+    load              1.1 GiB  │█████████
+    steps             1.4 GiB  │█████████▒▒▒░░
+    """
+    from tunewell.core.plot import ASCII
+
+    rows = [[chart.title, *chart.heads], *([shortened(row.label, width() // 3), *row.texts] for row in chart.rows)]
+    rows += [[""] * len(rows[0])] if chart.ticks else []
+    room = width() + 1 - cell_width(table([[*row, "|"] for row in rows], gap=2).partition("\n")[0])
+    bars = ["", *chart.text(min(max(room, _MIN_BAR), _MAX_BAR))]
+    shown = table([[*row, bar] for row, bar in zip(rows, bars, strict=True)], right=range(1, len(rows[0])), gap=2)
+    text = f"{shown}\n{hanging('', chart.text_legend)}".rstrip()
+    return text if is_utf8() else text.translate(ASCII)
+
+
 def hanging(lead: str, text: str) -> str:
     """Wrap a text at the width of the screen, with a hanging indent of the width of `lead`.
 
@@ -175,6 +196,12 @@ def fitting(text: str, columns: int) -> str:
     while end > 1 and cell_width(text[:end]) > columns:
         end -= 1
     return text[:end]
+
+
+def shortened(text: str, columns: int) -> str:
+    """Return a text on one line, without its end if it is longer than `columns`."""
+    line = one_line(text)
+    return line if cell_width(line) <= columns else f"{fitting(line, columns - 3)}..."
 
 
 def ending(text: str, columns: int) -> str:

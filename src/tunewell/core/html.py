@@ -15,7 +15,7 @@ from importlib.resources.abc import Traversable
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
 
-from tunewell.core.units import count, duration, percent, size_bytes
+from tunewell.core.units import count, date, duration, percent, size_bytes
 
 EMPTY = "(empty)"
 CODE = re.compile("`([^`]*)`")
@@ -95,6 +95,7 @@ def page_environment(package: str) -> Environment:
         answer_text=_text_or_empty,
         is_long=_is_long,
         count=count,
+        date=date,
         share=percent,
         duration=duration,
         size_bytes=size_bytes,

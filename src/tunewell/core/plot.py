@@ -1,12 +1,13 @@
-"""Draw curves over steps: points, axes and smoothing, with one backend for SVG and one for the terminal.
+"""Draw curves over steps, and rows of bars or intervals, with one backend for SVG and one for the terminal.
 
 Colours of an SVG are CSS classes of the page or of the file around it; attributes set them where no class does.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from itertools import accumulate
 from operator import itemgetter
 
 import numpy as np
@@ -178,7 +179,8 @@ text{fill:#575e66;font-size:12px}
 .dot{fill:#b8480f}.ring{fill:none;stroke:#b8480f;stroke-width:1.8}.gap{stroke:#9c1f1c;stroke-width:1.8;fill:none}
 </style>"""
 _DOCUMENT = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{name}"{size}>
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{name}" width="{width}" \
+height="{height}">
 <desc>{description}</desc>
 {style}
 <rect class="paper" width="{width}" height="{height}" fill="#fff"/>
@@ -248,9 +250,8 @@ def svg_document(
     description: str,
     legend: Sequence[tuple[str, str]],
     remarks: Sequence[str] = (),
-    is_page: bool = False,
 ) -> str:
-    """Return a plot as an SVG document with its legend and its remarks. In a page, the page has its style and size."""
+    """Return a plot as an SVG document with its legend and its remarks."""
     x, y, below = _LEFT, _HEADER_HEIGHT + HEIGHT + 10, ""
     for key, text in legend:
         width = round(_KEY_WIDTH + _CHAR_WIDTH * len(text) + 24)
@@ -267,9 +268,8 @@ def svg_document(
         width=WIDTH,
         height=height,
         name=escape_text(title),
-        size="" if is_page else f' width="{WIDTH}" height="{height}"',
         description=escape_text(description),
-        style="" if is_page else _STYLE,
+        style=_STYLE,
         subtitle=escape_text(subtitle),
         header_height=_HEADER_HEIGHT,
         shapes=shapes or _NO_POINTS,
@@ -377,6 +377,82 @@ class TextPlot:
         if spare < len(middle) + 4 or middle in (left, right):
             return f"{left}{' ' * max(spare, 1)}{right} step"
         return f"{left}{middle:^{spare}}{right} step"
+
+
+# Rows of bars or intervals on one axis. `bar_chart` in `pages/shared.html` draws them for a page.
+
+_SHADES = "█▒░"
+ASCII = str.maketrans("│█▒░●◆├─┤→", "|#=.o*|-|>")
+"""What replaces the characters of a chart where stdout is not UTF-8."""
+
+
+@dataclass(frozen=True)
+class BarRow:
+    """One row: a bar of several parts, a dot in its interval, or a text."""
+
+    label: str
+    texts: Sequence[str]
+    """The numbers beside the bar."""
+    parts: Sequence[float] = ()
+    interval: tuple[float, float, float] | None = None
+    """Low end, value and high end."""
+    text: str = ""
+    is_marked: bool = False
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Rows of bars on one axis from 0 to `high`."""
+
+    title: str
+    heads: Sequence[str]
+    """The headings of the numbers."""
+    rows: Sequence[BarRow]
+    high: float
+    legend: Mapping[int, str] = field(default_factory=dict[int, str])
+    """The names of the parts of a bar by their shade: 0 dark, 1 middle, 2 light."""
+    ticks: Sequence[tuple[float, str]] = ()
+    """Values with a line and a label. One above `high` has no line."""
+    marked: str = ""
+    """What a marked row is."""
+
+    def spans(self, row: BarRow) -> list[tuple[int, float, float]]:
+        """Return the shade, the start and the end of each part of a bar."""
+        ends = [0.0, *accumulate(row.parts)]
+        return list(zip(self.legend, ends, ends[1:], strict=False))
+
+    def text(self, width: int) -> list[str]:
+        """Return the bars as lines of `width` characters; with ticks, also the line of their labels."""
+        axis = Axis(0, self.high, 0, width - 1)
+        lines = [self._cells(row, axis) for row in self.rows]
+        if self.ticks:
+            lines.append([" "] * width)
+        for value, label in self.ticks:
+            at = min(max(round(axis(value)) - len(label) // 2, 0), width - len(label))
+            lines[-1][at : at + len(label)] = label
+        return ["".join(cells).rstrip() for cells in lines]
+
+    def _cells(self, row: BarRow, axis: Axis) -> list[str]:
+        cells = [*f"│ {row.text}".ljust(round(axis.end) + 1)]
+        for shade, start, end in self.spans(row):
+            # A bar that is not empty has at least one character.
+            begin, stop = (math.ceil(axis(value) - 1e-9) for value in (start, end))
+            cells[begin + 1 : stop + 1] = _SHADES[shade] * (stop - begin)
+        for value, _ in self.ticks:
+            if value <= self.high:
+                cells[round(axis(value))] = "│"
+        if row.interval:
+            low, value, high = map(round, map(axis, row.interval))
+            cells[low : high + 1] = "─" * (high - low + 1)
+            cells[low], cells[high] = "├┤"
+            cells[value] = "●◆"[row.is_marked]
+        return cells
+
+    @property
+    def text_legend(self) -> str:
+        """The meaning of the shades and of the mark."""
+        names = [f"{_SHADES[shade]} {name}" for shade, name in self.legend.items()]
+        return ", ".join([*names, *([f"◆ {self.marked}"] if any(row.is_marked for row in self.rows) else [])])
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from datetime import datetime
 
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -67,3 +68,12 @@ def duration(seconds: float) -> str:
         return f"{minutes // 60} h {minutes % 60:02d} m"
     hours = round(seconds / 3600)
     return f"{hours // 24:,} d {hours % 24} h"
+
+
+def date(text: str) -> str:
+    """Return a date in ISO format for people: `18 November 2026, 18:14 UTC`. Another text is returned unchanged."""
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return f"{when.day} {when:%B %Y, %H:%M %Z}".strip()

@@ -209,6 +209,20 @@ class ColumnComparison:
     recommendation: Recommendation | None = None
     keys: list[UsedKey] = field(default_factory=list)
     """The answer keys of some questions."""
+    rows: str = ""
+    """The rows from which the questions are: `held-out rows of support.jsonl`."""
+    made_at: str = ""
+
+    @property
+    def best(self) -> int:
+        """The recommended column, or the one with the most right answers."""
+        column = self.recommendation and self.recommendation.column
+        return max(range(len(self.names)), key=lambda index: (self.names[index] == column, self.counts[index].right))
+
+    @property
+    def wrong_first(self) -> list[ChangedAnswer]:
+        """The changed answers, first those that the best column does not answer right."""
+        return sorted(self.changed, key=lambda change: change.right[self.best] is not False)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `compare --json` prints."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunewell.core.html import render
+from tunewell.core.plot import BarChart, BarRow
 from tunewell.core.units import duration, size_bytes
 from tunewell.machine.cards import Card
 from tunewell.machine.facts import DeviceFacts
@@ -14,6 +15,11 @@ from tunewell.records.plan import Chosen, Plan, QuantizedBase
 from tunewell.records.prediction import Prediction
 
 EXIT_DOES_NOT_FIT = 2
+_STATES = {"steps": ("optimizer", "gradients"), "evaluation": ("optimizer",), "generation": ("optimizer",)}
+_HELD = ("weights", "adapter", "process", "CUDA context")
+_MEMORY_PARTS = {0: "weights and process", 1: "optimizer and gradients", 2: "activations and buffers"}
+_NEAR = 1.5
+"""A free memory up to this multiple of the highest value is on the axis; beyond it, the bars would be short."""
 
 
 def first_fitting(ladder: Sequence[Rung]) -> Rung | None:
@@ -23,6 +29,26 @@ def first_fitting(ladder: Sequence[Rung]) -> Rung | None:
 
 def _cost(price: float | None, prediction: Prediction | None) -> float | None:
     return price * prediction.seconds.expected / 3600 if price is not None and prediction else None
+
+
+def memory_chart(prediction: Prediction) -> BarChart:
+    """Return the memory of each phase beside the free memory: weights, what the optimizer adds, and the rest."""
+    memory, rows = prediction.memory, list[BarRow]()
+    for name, size in memory.phases.items():
+        held, state = (sum(memory.parts.get(part, 0) for part in parts) for parts in (_HELD, _STATES.get(name, ())))
+        held = min(held, size)
+        state = min(state, size - held)
+        rows.append(BarRow(name, [size_bytes(size)], (held, state, size - held - state)))
+    label = "highest, measured" if prediction.is_measured else "highest, expected"
+    ends = memory.low_bytes, memory.peak_bytes, memory.high_bytes
+    rows.append(BarRow(label, [size_bytes(memory.peak_bytes)], interval=ends))
+    high = max(memory.high_bytes, *memory.phases.values())
+    ticks = [(0, "0")]
+    if memory.free_bytes is not None:
+        high = max(high, min(memory.free_bytes, _NEAR * high))
+        is_off = memory.free_bytes > high
+        ticks.append((memory.free_bytes, f"{size_bytes(memory.free_bytes)} free{' →' if is_off else ''}"))
+    return BarChart("memory by phase", [""], rows, high, _MEMORY_PARTS, ticks)
 
 
 @dataclass(frozen=True)
@@ -95,6 +121,11 @@ class PlanResult:
     @property
     def cost(self) -> float | None:
         return _cost(self.price, self.prediction)
+
+    @property
+    def memory_chart(self) -> BarChart:
+        """The memory of each phase beside the free memory."""
+        return memory_chart(self.prediction)
 
     @property
     def time_range(self) -> str:

@@ -28,6 +28,9 @@ from tunewell.core.units import count
 from tunewell.records.events import read_losses
 from tunewell.records.report import Curve
 
+_FEW = 2
+"""A line through so few evaluations would look like measurements in between."""
+
 
 def format_loss(value: float) -> str:
     """Format a loss with four decimals, or in words if it is not finite."""
@@ -55,6 +58,7 @@ class LossPlot:
         evaluations = drawable(held_out)
         named = [point for point in evaluations if point[0] == curve.best_step]
         self._best = min(named or evaluations, key=by_value, default=None)
+        self._has_line = len(evaluations) > _FEW
         self._window = smoothing_window(len(train))
         self.is_log = needs_log_scale([value for _, value in drawable((*self._train, *self._held_out))])
 
@@ -100,7 +104,8 @@ class LossPlot:
             if self._window > 1:
                 entries.append((strong, f"training, mean of {self._window} steps"))
         if self._best:
-            entries.append((f'<path class="evaluation" d="M2 7H24"/>{dot}', "held-out"))
+            line = '<path class="evaluation" d="M2 7H24"/>' if self._has_line else ""
+            entries.append((f"{line}{dot}", "held-out"))
             entries.append((f"{dot}{ring}", f"best held-out, {_at_step(self._best)}"))
         if self._num_bad:
             entries.append(('<path class="gap" d="M13 2V12"/>', "not finite"))
@@ -117,7 +122,8 @@ class LossPlot:
         if self._window > 1:
             plot.draw_line(self._train, 'class="raw"')
         plot.draw_line(smooth(self._train), 'class="smooth"')
-        plot.draw_line(self._held_out, 'class="evaluation"')
+        if self._has_line:
+            plot.draw_line(self._held_out, 'class="evaluation"')
         # At most one dot per three units of width, so that many evaluations do not overlap.
         dots = {round(across / 3): (across, down) for across, down in map(plot.place, drawable(self._held_out))}
         plot.shapes += [f'<circle class="dot" cx="{x:g}" cy="{y:g}" r="3.6"/>' for x, y in dots.values()]
@@ -173,7 +179,8 @@ def loss_svg(curve: Curve, *, title: str) -> str:
 
 MAX_LINES = 26
 """Each line has a letter; more lines would not be told apart."""
-_COLOURS = ("#1b5a9e", "#b8480f", "#22763f", "#7a3e9d", "#9c1f1c", "#00707a", "#8a6100", "#4d5259")
+_COLOURS = ("#3f7fc4", "#c4602a", "#3d8b54", "#9a64bd", "#cb5350", "#22878f", "#94722a", "#747b82")
+"""They can be told from white and from black paper (3 to 1)."""
 _DASHES = ("", "7 4", "2 4")
 
 
@@ -213,6 +220,11 @@ def _cut_together(lines: Sequence[Line]) -> tuple[list[list[tuple[int, float]]],
     return curves, [point for points in curves for point in drawable(points)]
 
 
+def has_curve(lines: Sequence[Line]) -> bool:
+    """Return whether some line has enough evaluations for a curve."""
+    return any(len(drawable(line.held_out)) > _FEW for line in lines)
+
+
 def draw_curves(lines: Sequence[Line], *, width: int = 60, height: int = 12, is_ascii: bool = False) -> str:
     """Draw the held-out losses of several runs, each with the letter of the run at its evaluations."""
     curves, known = _cut_together(lines)
@@ -220,34 +232,41 @@ def draw_curves(lines: Sequence[Line], *, width: int = 60, height: int = 12, is_
         return ""
     plot = TextPlot(known, width, height, is_ascii=is_ascii)
     for index, points in enumerate(curves[:MAX_LINES]):
-        plot.draw_line(points)
+        if len(points) > _FEW:
+            plot.draw_line(points)
         plot.draw_marks(drawable(points), letter(index), letter(index))
     rows = [f"{letter(index)} {line.name}" for index, line in enumerate(lines[:MAX_LINES])]
     left_out = [f"not drawn: {count(len(lines) - MAX_LINES, 'more run')}"] if len(lines) > MAX_LINES else []
     return "\n".join([*plot.rows(), "held-out loss:", *rows, *left_out])
 
 
-def curves_svg(lines: Sequence[Line], *, title: str, is_page: bool = False) -> str:
-    """Return the curves as an SVG document with axes and a legend. In a page, presentation attributes colour it."""
+def curves(lines: Sequence[Line], width: int, height: int) -> tuple[str, list[tuple[str, str]]]:
+    """Return the curves as SVG elements, or "" if no loss is finite; and their legend."""
     lines = lines[:MAX_LINES]
-    curves, known = _cut_together(lines)
-    plot = SvgPlot(known, WIDTH, HEIGHT) if known else None
+    every, known = _cut_together(lines)
+    plot = SvgPlot(known, width, height) if known else None
     legend = []
-    for index, (line, points) in enumerate(zip(lines, curves, strict=True)):
+    for index, (line, points) in enumerate(zip(lines, every, strict=True)):
         colour, dash = _COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)]
         style = f'class="line" fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash or "none"}"'
         best = f"best {_at_step(line.best)}" if line.best else "no finite loss"
         legend.append((f'<path {style} d="M0 7h26"/>', f"{letter(index)}  {line.name}: {best}"))
         if plot is not None and drawable(points):
-            plot.draw_line(points, style)
+            if len(points) > _FEW:
+                plot.draw_line(points, style)
             across, down = plot.place(min(drawable(points), key=by_value))
-            mark = f'class="middle" x="{across:g}" y="{down - 5:g}" fill="{colour}"'
+            mark = f'class="middle" text-anchor="middle" x="{across:g}" y="{down - 5:g}" fill="{colour}"'
             plot.shapes.append(f"<text {mark}>{letter(index)}</text>")
+    return "\n".join(plot.shapes) if plot else "", legend
+
+
+def curves_svg(lines: Sequence[Line], *, title: str) -> str:
+    """Return the curves as an SVG document with axes and a legend."""
+    shapes, legend = curves(lines, WIDTH, HEIGHT)
     return svg_document(
         title,
-        "\n".join(plot.shapes) if plot else "",
+        shapes,
         subtitle="held-out loss per supervised token",
-        description="; ".join(f"{line.name}: best {format_loss(line.best[1])}" for line in lines if line.best),
+        description="; ".join(text for _, text in legend),
         legend=legend,
-        is_page=is_page,
     )

@@ -10,6 +10,7 @@ from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Data
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
+from tunewell.core.plot import BarChart
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.page import MAX_ROWS, CorpusPage
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -31,6 +32,7 @@ class Inspection:
     path: str
     is_corpus: bool
     manifest: Manifest
+    lengths: BarChart
     documents: list[DocumentView]
     pairs: list[PairView]
     dropped: list[DroppedRow]
@@ -97,6 +99,7 @@ def inspect(
             opened.name,
             opened.is_corpus,
             opened.corpus.manifest,
+            views.length_chart(),
             documents,
             views.pairs(_NUM_PAIRS),
             [row for rows in views.dropped(1).values() for row in rows],

@@ -106,7 +106,7 @@ def test_the_counts_on_the_page_are_those_of_the_manifest(folder):
     for reason, number in manifest.dropped.items():
         assert re.search(rf"\b{number} rows? {reason}\b", text), reason
     assert f"{manifest.tokens.supervised:,} supervised + {manifest.tokens.context:,} context" in text
-    bins = re.findall(r"(\d+) to (\d+)</th>.*?</td><td class=\"n\">(\d+)</td>", html)
+    bins = re.findall(r"<bdi>(\d+) to (\d+)</bdi></th><td role=\"cell\" class=\"n\">(\d+)</td>", html)
     assert [(int(a), int(b) + 1, int(n)) for a, b, n in bins] == list(map(tuple, manifest.lengths.histogram))
     assert str(folder) not in text
 

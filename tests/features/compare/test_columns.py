@@ -1,6 +1,8 @@
 """The comparison of several runs: what differs, which answers changed, and the page."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from sample_reports import SAMPLES, college_report, with_text
 
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
-from tunewell.evaluation.comparison import Column, ColumnAnswer, column_of, compare_columns
-from tunewell.features.compare.page import comparison_page
+from tunewell.evaluation.comparison import Column, ColumnAnswer, ColumnComparison, column_of, compare_columns
+from tunewell.features.compare.page import comparison_page, right_chart
+from tunewell.features.compare.recommendation import recommend
 from tunewell.features.compare.workflow import compare_runs
 from tunewell.records.plan import write_plan
 from tunewell.records.report import Report, write_report
@@ -117,7 +120,67 @@ def test_a_refusal_is_not_marked_as_wrong() -> None:
     columns = [Column(text, {key: answer}, {key: key}) for text, answer in zip("abc", given, strict=True)]
     found = compare_columns(columns)
     assert found.changed[0].marks == ["right", "wrong", "refused"]
-    assert "right, wrong, refused" in Page(comparison_page(found)).text
+    assert re.findall(r'class="mark \w+">.*?</svg>(\w+)</span>', comparison_page(found), re.DOTALL) == [
+        "right",
+        "wrong",
+        "refused",
+    ]
+
+
+def a_comparison() -> ColumnComparison:
+    """Return a comparison of two models on 40 questions, of which `run` is recommended and answers 36 right."""
+    found = compare_columns(
+        [
+            column("base", *[number < 4 for number in range(40)]),
+            column("run", *[number >= 4 for number in range(40)], needs=frozenset({"training"})),
+        ],
+        ["the base model is quantised"],
+        has_all_pairs=True,
+    )
+    texts = {"rows": "held-out rows of shop.jsonl", "made_at": "2026-11-19T20:50:00+00:00"}
+    return replace(found, recommendation=recommend(found), **texts)
+
+
+def test_the_page_names_rows_models_and_the_right_answers_first() -> None:
+    """Two names of models, and a note on quantisation above the result, left the reader without an answer."""
+    page = Page(comparison_page(a_comparison()))
+    text = " ".join(page.text.split())
+    assert "base and run on held-out rows of shop.jsonl (tunewell comparison)" in text
+    words = ["36 of 40 right", "run, recommended", "19 November 2026, 20:50 UTC", "4 of 40", "Answers that differ"]
+    places = [text.index(word) for word in [*words, "the base model is quantised"]]
+    assert places == sorted(places)
+    several = replace(a_comparison(), names=["base", "base + retrieval"])
+    assert "base, with and without retrieval, on held-out rows" in Page(comparison_page(several)).text
+
+
+def test_answers_that_the_best_column_gets_wrong_come_first() -> None:
+    """Page and screen have room for a few; those that it gets right show least."""
+    found = a_comparison()
+    right = [change.right[found.best] for change in found.wrong_first]
+    assert found.names[found.best] == "run" and right == [False] * 4 + [True] * 36
+
+
+def test_the_picture_has_the_numbers_of_the_table_and_marks_the_recommended_column() -> None:
+    """Without colour and without the picture, the same must be known."""
+    found = a_comparison()
+    chart = right_chart(found, found.names)
+    assert [(row.texts[0], row.is_marked) for row in chart.rows] == [("4 of 40", False), ("36 of 40", True)]
+    for row, own in zip(chart.rows, found.counts, strict=True):
+        assert row.interval == (own.low, own.right / 40, own.high)
+        assert row.texts[1] == f"{100 * own.low:.0f}-{100 * own.high:.0f}%"
+    page = comparison_page(found)
+    dots = re.findall(r'<circle class="dot" cx="([\d.]+)%" cy="50%" r="(\d)"', page)
+    assert dots == [("10.00", "5"), ("90.00", "8")] and "recommended</span>" in page
+    equal = compare_columns([column("a", True, False), column("b", False, True)])
+    assert "1 of 2 right a, b" in " ".join(Page(comparison_page(equal)).text.split())
+
+
+def test_two_evaluations_are_no_curve() -> None:
+    """A straight line between them would look like measurements in between."""
+    ends, more = Line("a", [(0, 2.0), (9, 1.0)]), Line("b", [(0, 2.0), (5, 1.2), (9, 1.0)])
+    for line, is_drawn in ((ends, False), (more, True)):
+        found = compare_columns([column("a", True, line=line), column("b", True)])
+        assert ("Held-out loss over the steps" in comparison_page(found)) == is_drawn
 
 
 def test_runs_of_other_rows_are_not_compared_by_their_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from tunewell.cli.options import Argument, AsJson, ConfigOptions, Option, TokenizerModel
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import (
+    bar_table,
     cell_width,
     console,
     emit,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from tunewell.scoring.answer_keys import AnswerKey
     from tunewell.workflows.inspect import Inspection
 
-_MAX_BAR_WIDTH = 40
 _MIN_NAME, _COUNTS = 16, 44
 """Columns of the name of a source, and of the numbers beside it."""
 
@@ -86,7 +86,7 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
     manifest = inspection.manifest
     folder = inspection.path if inspection.is_corpus else None
     out.print(folded_table(corpus_rows(manifest, folder=folder, has_details=has_details), right=(1,)))
-    out.print(f"\ntokens per row\n{_histogram(manifest)}")
+    out.print(f"\n{bar_table(inspection.lengths)}")
     out.print(f"\nrows per source\n{_source_table(manifest)}")
     dropped = [
         [row.reason, _visible(f"{row.source} row {row.row}" + f": {row.detail}" * bool(row.detail))]
@@ -114,17 +114,6 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
     if not inspection.is_corpus:
         out.print("nothing was written")
     out.print(hanging("next: ", f"`{train}`"))
-
-
-def _histogram(manifest: "Manifest") -> str:
-    bins = manifest.lengths.histogram
-    most = max((number for _, _, number in bins), default=1)
-    rows = [[count(start), f"to {count(end - 1)}", count(number)] for start, end, number in bins]
-    bar_width = min(
-        _MAX_BAR_WIDTH, max(width() - len(table([["", *row] for row in rows], gap=2).partition("\n")[0]), 10)
-    )
-    bars = ["▄" * round(bar_width * number / most) or ("." if number else "") for _, _, number in bins]
-    return table([[*row, bar] for row, bar in zip(rows, bars, strict=True)], right=(0, 2), gap=2)
 
 
 def _source_table(manifest: "Manifest") -> str:

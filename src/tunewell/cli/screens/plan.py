@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from tunewell.cli.render import folded_table, hanging, table, width
+from tunewell.cli.render import bar_table, folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.config.extensions import METHODS
 from tunewell.core.units import count, duration, size_bytes
@@ -30,7 +30,7 @@ def plan_screen(result: PlanResult, *, train: str = "tunewell train", can_apply:
     if result.cards:
         lines = [cards_table(result), *_cards_ladders(result)]
     else:
-        lines = [*_verdict(result), "", folded_table(_rows(result))]
+        lines = [*_verdict(result), "", bar_table(result.memory_chart), "", folded_table(_rows(result))]
         lines += [] if result.fits else ["", *_ladder(result.ladder), *_other_cards(result)]
     if result.advice is not None:
         advice = result.advice
@@ -61,11 +61,9 @@ def _rows(result: PlanResult) -> list[list[str]]:
     size = size if number >= 1e6 else count(number)
     method = METHODS.entry(plan.method.value).title
     quantized = f", base model in {plan.quantized.kind}" if plan.quantized else ""
-    cached = "; without cached weights" if memory.cached_bytes else ""
     rows = [
         ["model", f"{result.model}: {size} weights, {method} in {plan.precision.value}{quantized}"],
         ["memory", _parts(prediction)],
-        ["  by phase", ", ".join(f"{name} {size_bytes(size)}" for name, size in memory.phases.items()) + cached],
     ]
     if memory.host_bytes is not None and memory.host_bytes > _MUCH_HOST:
         rows.append(["  main memory", size_bytes(memory.host_bytes)])

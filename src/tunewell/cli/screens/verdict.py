@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_line, width
+from tunewell.cli.render import cell_width, folded_table, hanging, one_line, shortened, width
 from tunewell.core.units import count, duration, percent
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _judge_lines(judge: "JudgeRecord") -> str:
     facts = count(judge.clusters, "fact")
     lines = [hanging("judged by  ", f"{judge.describe()}; {count(sum(judge.origins.values()), 'question')} on {facts}")]
     for example in judge.examples:
-        question = _short(example.question, max(_MIN_COLUMNS, width() - cell_width(example.key) - 21))
+        question = shortened(example.question, max(_MIN_COLUMNS, width() - cell_width(example.key) - 21))
         lines.append(hanging(" " * 11, f'"{one_line(example.key)}" for "{question}"'))
     if judge.difference is not None:
         lines.append(hanging(" " * 11, judge.difference.result))
@@ -96,7 +96,7 @@ def _metrics(report: "Report") -> str:
 
     for pair in (report.held_out, *report.by_source[:_MAX_SOURCES]):
         if pair is not None:
-            name = f"loss, {_short(pair.name, max(_MIN_NAME, min(_MAX_NAME, width() - _NUMBERS)))}"
+            name = f"loss, {shortened(pair.name, max(_MIN_NAME, min(_MAX_NAME, width() - _NUMBERS)))}"
             add(name, _number(pair.base), _number(pair.tuned), _perplexity(pair))
     if more := report.by_source[_MAX_SOURCES:]:
         add(f"{count(len(more), 'more source')}", "", "", "in the report")
@@ -121,7 +121,7 @@ def _metrics(report: "Report") -> str:
         add("faulty answers", "-" if base is None else str(faulty_base), str(faulty_tuned), names)
     for name, metric in sorted(report.metrics.items()):
         failed = f"failed on {count(metric.failed, 'answer')}" if metric.failed else "your metric"
-        add(_short(name, _MAX_NAME), _metric(metric.base), _metric(metric.tuned), failed)
+        add(shortened(name, _MAX_NAME), _metric(metric.base), _metric(metric.tuned), failed)
     return folded_table(rows, right=(1, 2) if has_base else (1,))
 
 
@@ -152,13 +152,8 @@ def lined(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(hanging(lead, row[1]) + text for lead, row, text in zip(leads, rows, below, strict=True))
 
 
-def _short(text: str, columns: int) -> str:
-    line = one_line(text)
-    return line if cell_width(line) <= columns else fitting(line, columns - 3) + "..."
-
-
 def _question(text: str) -> str:
-    return hanging("", _short(text, 2 * width() - 3))
+    return hanging("", shortened(text, 2 * width() - 3))
 
 
 def _cut_table(rows: Sequence[Sequence[str]]) -> str:
@@ -166,7 +161,7 @@ def _cut_table(rows: Sequence[Sequence[str]]) -> str:
     lead = sum(max(cell_width(row[column]) for row in rows) + 3 for column in range(2))
     columns = max(width() - lead, _MIN_COLUMNS)
     longest = columns if columns >= _ONE_LINE else 2 * columns - 3
-    return folded_table([[*row[:-1], _short(row[-1], longest)] for row in rows])
+    return folded_table([[*row[:-1], shortened(row[-1], longest)] for row in rows])
 
 
 def _mark_of(answer: "Answer") -> str:

@@ -47,7 +47,7 @@ class CorpusPage:
     def __init__(self, views: CorpusViews, rows: SourceRows, *, name: str, is_corpus: bool = True) -> None:
         """If `is_corpus` is False, the corpus is temporary, and the page names none of its files."""
         self.name, self.is_corpus = name, is_corpus
-        self.manifest = views.corpus.manifest
+        self.manifest, self.lengths = views.corpus.manifest, views.length_chart()
         self._views, self._rows = views, rows
 
     def render(self, wanted: Sequence[int] = (), *, num_rows: int = MAX_ROWS, is_held_out: bool = False) -> str:

@@ -5,6 +5,8 @@ from functools import cached_property
 
 import numpy as np
 
+from tunewell.core.plot import BarChart, BarRow
+from tunewell.core.units import count, percent
 from tunewell.data.batches import spread_evenly
 from tunewell.data.corpus.reader import Corpus, Document, Split
 from tunewell.data.tokenizers.load import LoadedTokenizer, joined_texts, load_tokenizer, token_texts
@@ -114,6 +116,29 @@ class CorpusViews:
             first, second = self.find(pair.source, pair.row), self.find(pair.similar_source, pair.similar_row)
             views.append(PairView(pair, (first, second) if first and second else None))
         return views
+
+    def length_chart(self) -> BarChart:
+        """Return the lengths of the training rows; each bar is divided like the tokens of its rows."""
+        manifest, index = self.corpus.manifest, self.corpus.index
+        # A row that was split into pieces, or repeated, is one row. A piece begins with a token of the one before.
+        _, row = np.unique(index["source"].astype(np.int64) << 40 | index["row"], return_inverse=True)
+        is_later = index["piece_start"] > 0
+        copies = np.maximum(np.bincount(row, ~is_later), 1)
+        lengths, supervised = (
+            np.bincount(row, tokens) / copies for tokens in (index["length"] - is_later, index["supervised"])
+        )
+        bars, rows = manifest.lengths.histogram, list[BarRow]()
+        for start, end, number in bars:
+            is_inside = (lengths >= start) & (lengths < end)
+            share = float(supervised[is_inside].sum() / max(1, lengths[is_inside].sum()))
+            shown = percent(share, 0) if number else "-"
+            parts = (number * share, number * (1 - share))
+            rows.append(BarRow(f"{count(start)} to {count(end - 1)}", (count(number), shown), parts))
+        length = manifest.packing.context_length
+        at = sum(start < length for start, _, _ in bars)
+        rows.insert(at, BarRow(count(length), ("", ""), text="sequence length"))
+        most = max((number for _, _, number in bars), default=1)
+        return BarChart("tokens per row", ("rows", "trained on"), rows, most, {0: "trained on", 2: "context"})
 
     def dropped(self, num_rows: int) -> dict[str, list[DroppedRow]]:
         """Return the reasons for dropped rows, the most frequent first, with the first rows of each."""

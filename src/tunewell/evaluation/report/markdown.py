@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tunewell.core.html import CODE, EMPTY, single_line, visible
 from tunewell.core.text import shorten
-from tunewell.core.units import count
+from tunewell.core.units import count, date
 from tunewell.evaluation.report.view import (
     ELLIPSIS,
     FAULT_WORDS,
@@ -47,7 +47,7 @@ def report_markdown(report: Report) -> str:
         *_healing(report),
         *_notes(report),
         *_repeat(report),
-        f"<sub>{escaped(report.made_by)}, {escaped(report.made_at)}; all details are in `report.html`</sub>",
+        f"<sub>{escaped(report.made_by)}, {escaped(date(report.made_at))}; all details are in `report.html`</sub>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -5,11 +5,10 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template
-from markupsafe import Markup
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.html import page_environment, single_line
-from tunewell.core.units import duration, percent
+from tunewell.core.units import duration
 from tunewell.evaluation.report.view import (
     FAULT_WORDS,
     NUM_ORDINARY,
@@ -24,13 +23,12 @@ from tunewell.evaluation.report.view import (
     setting,
     sorted_answers,
     source_metrics,
+    title,
 )
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.report import HEADLINES, Curve, Report
+from tunewell.records.report import HEADLINES, Report
 from tunewell.runs.loss_curve import LossPlot
 
-_WIDE, _NARROW = (760, 320), (340, 260)
-_MAX_EVALUATIONS = 40
 _MAX_SCORES = 200
 
 
@@ -38,16 +36,18 @@ def report_page(report: Report) -> str:
     """Return a report as an HTML page; the output is deterministic."""
     return _template().render(
         report=report,
+        title=title(report),
         headline=HEADLINES[report.verdict],
         key_metrics=key_metrics(report),
         metrics=all_metrics(report),
         source_metrics=source_metrics(report),
-        curve=_curve(report.curve),
+        plot=LossPlot(report.curve),
+        evaluations=sorted(report.curve.held_out),
         answers=sorted_answers(report),
         judge_sentences=judge_sentences(report),
         fields=field_rows(report),
         ordinary=report.ordinary[:NUM_ORDINARY],
-        row_counts=_row_counts(report),
+        dropped=_largest_first(report.ledger.dropped) if report.ledger else [],
         plan=_chosen(report.plan, known=Plan.model_fields),
         thresholds=_chosen(report.thresholds, known=VerdictRules.model_fields),
         seconds=_largest_first(report.seconds),
@@ -78,39 +78,6 @@ def _largest_first(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
 def _chosen(values: dict[str, Chosen[Any]], *, known: Any) -> list[tuple[str, str, str]]:
     names = declared_order(values, known)
     return [(name.replace("_", " "), setting(values[name].value), values[name].because) for name in names]
-
-
-def _row_counts(report: Report) -> dict[str, Any] | None:
-    if report.ledger is None:
-        return None
-    counts = report.ledger
-    dropped = sum(counts.dropped.values())
-    return {
-        "by_reason": [(single_line(name).replace("_", " "), rows) for name, rows in _largest_first(counts.dropped)],
-        "total": counts.documents + counts.held_out + dropped,
-        "dropped": dropped,
-        "supervised": percent(counts.supervised / counts.tokens) if counts.tokens else "",
-    }
-
-
-def _curve(curve: Curve) -> dict[str, Any]:
-    plot = LossPlot(curve)
-    evaluations = sorted(curve.held_out, key=lambda point: point[0])
-    stride = -(-len(evaluations) // _MAX_EVALUATIONS) or 1
-    return {
-        "pictures": [
-            (name, size, Markup(shapes))
-            for name, size in (("wide", _WIDE), ("narrow", _NARROW))
-            if (shapes := plot.shapes(*size))
-        ],
-        "legend": [(Markup(key), text) for key, text in plot.legend],
-        "description": plot.description,
-        "remarks": plot.remarks,
-        "is_log": plot.is_log,
-        "evaluations": evaluations[::stride],
-        "stride": stride,
-        "is_empty": not curve.train and not curve.held_out,
-    }
 
 
 def _scores(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, str]]:

@@ -3,12 +3,13 @@
 import json
 import math
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 from tunewell.config.extensions import SCORERS
 from tunewell.core.html import single_line, visible
 from tunewell.core.text import shorten
-from tunewell.core.units import count, percent
+from tunewell.core.units import count, listed, percent
 from tunewell.records.report import (
     Answer,
     AnswerCounts,
@@ -36,6 +37,22 @@ _SMALL_RATIO = 1.5
 ELLIPSIS = "\u2026"
 NUM_ORDINARY = 6
 """Number of answers to everyday instructions that are shown: those that changed most."""
+
+
+def title(report: Report) -> str:
+    """Return which model was tested on which rows: `SmolLM2-135M-Instruct on support.jsonl`."""
+    model = report.subject.base or report.subject.name
+    model = PurePath(model).name if PurePath(model).is_absolute() else model
+    if model.startswith("package:"):
+        model = model.partition(" (")[2].rstrip(")") or model
+    return f"{model} on {tested_rows(report)}"
+
+
+def tested_rows(report: Report) -> str:
+    """Return the rows of a test by their files."""
+    if report.subject.kind != "run" or report.ledger is None or "held-out rows" not in report.data:
+        return report.data
+    return listed([source["name"] for source in report.ledger.sources], 2, noun="file")
 
 
 def answer_mark(answer: Answer) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent, with_stage
-from tunewell.core.units import count
+from tunewell.core.units import count, listed
 from tunewell.data.reading_prompt import CITATION, NOT_FOUND, fit, is_refusal, question_in, reading_prompt
 from tunewell.evaluation.comparison import Column, ColumnAnswer
 from tunewell.evaluation.passages import SearchedQuestions, Shown
@@ -35,6 +35,8 @@ class Exam:
     """Tokens of the longest reference."""
     ref: ModelRef | None = None
     """The model in whose tokens the prompts are."""
+    rows: str = ""
+    """The rows from which the questions are."""
 
     @property
     def keys(self) -> list[AnswerKey]:
@@ -65,7 +67,9 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
         )
     longest = max(len(question.reference_ids) for question in found)
     prompts = [] if is_open_book else [question.ids for question in found]
-    return Exam(questions, prompts, longest_reference=longest, ref=model.ref)
+    files = [source.name for source in rows.corpus.manifest.sources] if rows.corpus is not None else []
+    name = rows.test_file or f"held-out rows of {listed(files, 2, noun='file') or rows.name}"
+    return Exam(questions, prompts, longest, model.ref, name)
 
 
 def measure_alone(

@@ -1,13 +1,14 @@
 """Write `compare.html`: several columns side by side, as one self-contained page without scripts or requests."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from markupsafe import Markup
-
 from tunewell.core.html import page_environment
-from tunewell.core.units import count, percent
+from tunewell.core.plot import BarChart, BarRow
+from tunewell.core.units import count, listed, percent
 from tunewell.evaluation.comparison import ColumnComparison, ColumnDifference
-from tunewell.runs.loss_curve import curves_svg
+from tunewell.runs.loss_curve import curves, has_curve
 
 SHARES = ("right", "faulty answers")
 """Metrics that are shares of the answers."""
@@ -15,39 +16,46 @@ SHARES = ("right", "faulty answers")
 
 def comparison_page(comparison: ColumnComparison) -> str:
     """Return a comparison as an HTML page; the output is deterministic."""
-    has_curves = any(line.best for line in comparison.lines)
-    return (
-        page_environment("tunewell.features.compare")
-        .get_template("comparison.html")
-        .render(
-            comparison=comparison,
-            answers=answer_rows(comparison),
-            metrics=[
-                (row.name, [format_metric(row.name, value) for value in row.values]) for row in comparison.metrics
-            ],
-            resources=[(row.name, [format_resource(value) for value in row.values]) for row in comparison.resources],
-            tables=[
-                (title, [(row.name, ["-" if value is None else value for value in row.values]) for row in rows])
-                for title, rows in (
-                    ("Settings that differ", comparison.settings),
-                    ("Data that differ", comparison.data),
-                )
-            ],
-            differences=[describe_difference(one) for one in comparison.differences],
-            curves=Markup(curves_svg(comparison.lines, title="held-out loss", is_page=True)) if has_curves else None,
-        )
+    template = page_environment("tunewell.features.compare").get_template("comparison.html")
+    return template.render(
+        comparison=comparison,
+        title=_title(comparison),
+        chart=right_chart(comparison, comparison.names),
+        answers=answer_rows(comparison),
+        curves=partial(curves, comparison.lines) if has_curve(comparison.lines) else None,
+        describe=describe_difference,
+        metric=format_metric,
+        resource=format_resource,
     )
 
 
+def _title(comparison: ColumnComparison) -> str:
+    """Return the models and their rows: `base and run, with and without retrieval, on held-out rows of shop.jsonl`."""
+    models = list(dict.fromkeys(name.partition(" + ")[0] for name in comparison.names))
+    both = ", with and without retrieval," if len(models) < len(comparison.names) else ""
+    named = f"{listed(models[:-1])} and {models[-1]}".removeprefix(" and ")
+    return f"{named}{both} on {comparison.rows or 'the same rows'}"
+
+
+def right_chart(comparison: ColumnComparison, labels: Sequence[str]) -> BarChart:
+    """Return the share of right answers of each column with its 95% interval; the recommended column is marked."""
+    advice, rows = comparison.recommendation, list[BarRow]()
+    for name, label, own in zip(comparison.names, labels, comparison.counts, strict=True):
+        interval = f"{100 * own.low:.0f}-{100 * own.high:.0f}%" if own.judged else "-"
+        texts = f"{count(own.right)} of {count(own.judged)}", interval
+        is_marked = advice is not None and advice.column == name
+        rows.append(BarRow(label, texts, interval=(own.low, own.share, own.high), is_marked=is_marked))
+    ticks = ((0.0, "0%"), (0.5, "50%"), (1.0, "100%"))
+    return BarChart("right answers", ("right", "95% interval"), rows, 1.0, ticks=ticks, marked="recommended")
+
+
 def answer_rows(comparison: ColumnComparison) -> list[tuple[str, list[str]]]:
-    """Return the table of answers: the number of right, wrong, refused and invented answers, and of misses by kind.
+    """Return the table of other answers: the number of wrong, refused and invented answers, and of misses by kind.
 
     Lines without a value in any column are left out.
     """
     counts = comparison.counts
     rows: list[tuple[str, list[str]]] = [
-        (f"right of {count(counts[0].judged)}", [count(own.right) for own in counts]),
-        ("  95% interval", [f"{100 * own.low:.0f}-{100 * own.high:.0f}%" if own.judged else "-" for own in counts]),
         ("wrong", [count(own.wrong) for own in counts]),
         ("refused", [count(own.refused) for own in counts]),
     ]

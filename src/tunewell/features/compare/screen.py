@@ -1,11 +1,17 @@
 """The screen of `compare`: answers, metrics, differences, settings, curves and changed answers of several columns."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tunewell.cli.render import cell_width, fitting, hanging, is_utf8, one_line, table, width
+from tunewell.cli.render import bar_table, cell_width, hanging, is_utf8, shortened, table, width
 from tunewell.core.units import count
-from tunewell.features.compare.page import answer_rows, describe_difference, format_metric, format_resource
-from tunewell.runs.loss_curve import draw_curves, letter
+from tunewell.features.compare.page import (
+    answer_rows,
+    describe_difference,
+    format_metric,
+    format_resource,
+    right_chart,
+)
+from tunewell.runs.loss_curve import draw_curves, has_curve, letter
 
 if TYPE_CHECKING:
     from tunewell.evaluation.comparison import ChangedAnswer, ColumnComparison, ColumnDifference, Row
@@ -22,7 +28,9 @@ def compare_screen(found: "RunComparison") -> str:
     """Return a comparison as one screen. Columns are headed by the letters a, b, c ..."""
     comparison = found.comparison
     letters = [letter(index) for index in range(len(comparison.names))]
-    names = "\n".join(hanging(f"{mark} ", name) for mark, name in zip(letters, comparison.names, strict=True))
+    chart = right_chart(comparison, list(map(" ".join, zip(letters, comparison.names, strict=True))))
+    shown = bar_table(chart)
+    names = [hanging("", row.label) for row in chart.rows if row.label not in shown]
     rows = [["", *letters]]
     rows += [[name, *values] for name, values in answer_rows(comparison)]
     if comparison.metrics:
@@ -30,14 +38,15 @@ def compare_screen(found: "RunComparison") -> str:
     rows += [[row.name, *(format_metric(row.name, value) for value in row.values)] for row in comparison.metrics]
     rows += [[row.name, *(format_resource(value) for value in row.values)] for row in comparison.resources]
     right = range(1, len(letters) + 1)
-    parts = [names, "", table(rows, right=list(right))]
+    parts = [*names, shown, "", table(rows, right=list(right))]
     for title, differing in (("settings that differ", comparison.settings), ("data that differ", comparison.data)):
         if differing:
             parts += ["", table([[title, *letters], *(_cut_row(row, len(letters)) for row in differing)])]
         elif comparison.metrics:
             parts += ["", f"{title}: none"]
-    if curves := draw_curves(comparison.lines, width=max(20, min(60, width() - 12)), is_ascii=not is_utf8()):
-        parts += ["", curves]
+    if has_curve(comparison.lines):
+        room = max(20, min(60, width() - 12))
+        parts += ["", draw_curves(comparison.lines, width=room, is_ascii=not is_utf8())]
     parts.append("")
     parts += [hanging("", describe_difference(one)) for one in _important(comparison)]
     if len(comparison.differences) > _MAX_DIFFERENCES:
@@ -47,7 +56,7 @@ def compare_screen(found: "RunComparison") -> str:
         "differently"
     )
     parts.append(hanging("", asked))
-    for change in comparison.changed[:_MAX_EXAMPLES]:
+    for change in comparison.wrong_first[:_MAX_EXAMPLES]:
         parts.append(_example(change, letters))
     parts += [hanging("note: ", note) for note in comparison.notes]
     if (advice := comparison.recommendation) is not None:
@@ -67,19 +76,14 @@ def _important(comparison: "ColumnComparison") -> "list[ColumnDifference]":
 
 def _cut_row(row: "Row", num_columns: int) -> list[str]:
     room = max(_MIN_CELL, (width() - cell_width(row.name) - 3 * num_columns) // num_columns)
-    return [row.name, *(_short("-" if value is None else value, room) for value in row.values)]
+    return [row.name, *(shortened("-" if value is None else str(value), room) for value in row.values)]
 
 
 def _example(change: "ChangedAnswer", letters: list[str]) -> str:
     room = width() - 14
     longest = room if room >= _ONE_LINE else 2 * room - 3
-    lines = [hanging("  ", _short(change.question, 2 * width() - 7))]
-    lines.append(hanging("    expected  ", _short(change.reference, longest)))
+    lines = [hanging("  ", shortened(change.question, 2 * width() - 7))]
+    lines.append(hanging("    expected  ", shortened(change.reference, longest)))
     for mark, answer, judged in zip(letters, change.answers, change.marks, strict=True):
-        lines.append(hanging(f"    {mark} {judged:7} ", _short(answer or "(empty)", longest)))
+        lines.append(hanging(f"    {mark} {judged:7} ", shortened(answer or "(empty)", longest)))
     return "\n".join(lines)
-
-
-def _short(value: Any, columns: int) -> str:
-    line = one_line(str(value))
-    return line if cell_width(line) <= columns else fitting(line, columns - 3) + "..."

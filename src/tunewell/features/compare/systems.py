@@ -53,7 +53,7 @@ def compare_answers(
         columns = [judge.judged(column, progress) for column in columns]
     comparison = compare_columns(columns, [*notes, *judge_notes, *session.notes], has_all_pairs=True)
     keys = [UsedKey(key.question, key.text, key.because) for key in exam.keys[:_NUM_KEYS]]
-    return replace(comparison, recommendation=recommend(comparison), keys=keys)
+    return replace(comparison, recommendation=recommend(comparison), keys=keys, rows=exam.rows)
 
 
 def _index_names(addresses: list[str]) -> list[str]:

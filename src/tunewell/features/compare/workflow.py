@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from html import escape
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tunewell.core.errors import UserError
 from tunewell.core.features import find_hook
 from tunewell.core.files import make_private, require_output_path, stable_json, write_atomic
+from tunewell.core.html import render
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.redact import redact
 from tunewell.evaluation.comparison import Column, ColumnComparison, column_of, compare_columns
+from tunewell.evaluation.report.view import tested_rows
 from tunewell.features.compare.options import CompareOptions
-from tunewell.features.compare.page import answer_rows, comparison_page
+from tunewell.features.compare.page import answer_rows, comparison_page, right_chart
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
 from tunewell.runs.loss_curve import line_of_run
@@ -47,15 +49,9 @@ class RunComparison:
 
     def _repr_html_(self) -> str:
         found = self.comparison
-        head = "".join(f"<th>{escape(name)}</th>" for name in found.names)
-        lines = "".join(
-            f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
-            for name, values in answer_rows(found)
-        )
-        advice, text = found.recommendation, ""
-        if advice is not None:
-            text = f"<p><b>{escape(advice.column or 'no recommendation')}</b>: {escape(advice.because)}</p>"
-        return f"<table style='text-align:left'><tr><th></th>{head}</tr>{lines}</table>{text}"
+        chart = right_chart(found, found.names)
+        rows = answer_rows(found)
+        return render("tunewell.features.compare", "result.html", comparison=found, chart=chart, answers=rows)
 
 
 def compare(
@@ -100,6 +96,7 @@ def _with_index(subjects: Sequence[str | Path], options: CompareOptions) -> Comp
 
 
 def _written(comparison: ColumnComparison, folder: Path) -> RunComparison:
+    comparison = replace(comparison, made_at=datetime.now(UTC).isoformat(timespec="seconds"))
     make_private(folder)
     write_atomic(folder / DATA, stable_json(comparison.as_json()))
     write_atomic(folder / PAGE, redact(comparison_page(comparison)))
@@ -120,14 +117,15 @@ def compare_runs(
     folder = Path(out)
     plans = [read_plan(path) for path in paths]
     names, notes = column_names(paths), []
-    columns = []
+    columns, rows = [], ""
     for path, plan, name in zip(paths, plans, names, strict=True):
         report = None if is_fresh else _known_report(path, plan, plans[0])
         if report is None:
             report, found = _validated(path, paths[0], folder / name, progress)
             notes += [f"{name}: {note}" for note in found if f"{name}: {note}" not in notes]
         columns.append(_column(path, plan, report, name))
-    return _written(compare_columns(columns, notes), folder)
+        rows = rows or f"held-out rows of {tested_rows(report)}"
+    return _written(replace(compare_columns(columns, notes), rows=rows), folder)
 
 
 def column_names(paths: Sequence[Path]) -> list[str]:
