@@ -37,7 +37,6 @@ LIMITED = {
     "two macros": "{% macro a() %}{{ b() }}{% endmacro %}{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}",
     "block that calls itself": "{% block b %}{{ self.b() }}{% endblock %}",
     "caller that calls itself": "{% macro m() %}{% call m() %}{{ caller() }}{% endcall %}{% endmacro %}{{ m() }}",
-    "search for a long text from behind": "{{ ('a' * 3000000).rfind('b' + 'a' * 1500000) }}",
     "strip many characters": "{{ ('a' * 2000000).strip('b' * 2000000 + 'a') }}",
     "trim many characters": "{{ ('a' * 2000000)|trim('b' * 2000000 + 'a') }}",
     "slow search in a loop": _LOOP
@@ -46,7 +45,6 @@ LIMITED = {
     "sort of a long list": "{{ (range(99999)|list * 30)|sort|length }}",
     "slow filter": "{{ ('<!-- -->' * 400000)|striptags }}",
     "words of a long text": "{{ ('a-' * 1000000)|wordwrap(10) }}",
-    "urls of a long text": "{{ ('a@' * 100000)|urlize }}",
     # size
     "doubling by ~": "{% set ns = namespace(x='ab') %}" + _LOOP + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "doubling by +": "{% set ns = namespace(x='ab') %}" + _LOOP + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -83,7 +81,6 @@ LIMITED = {
     "slow search from behind": "{% for i in range(99999) %}{{ ('a' * 20000).rfind('b' + 'a' * 9999) }}{% endfor %}",
     "long attribute": "{{ (['a'] * 99999)|map(attribute='0' ~ '.0' * 400000)|list }}",
     "sort by a long attribute": "{{ (['a'] * 99999)|sort(attribute='0' ~ '.0' * 90000) }}",
-    "striptags of safe text": "{{ (('<!-- -->' * 100000)|safe).striptags() }}",
     "number in a long range": _LOOP + "{% if 1.5 in range(99999) %}{% endif %}{% endfor %}",
     "long texts compared": "{% set a = 'a' * 900000 ~ 'b' %}{% set b = 'a' * 900000 ~ 'c' %}"
     + _LOOP
@@ -170,7 +167,6 @@ LIMITED = {
     + "ns.x] %}"
     + "{% endfor %}" * 2,
     "macro given itself": "{% macro m(f) %}{{ f(f) }}{% endmacro %}{{ m(m) }}",
-    "long date": "{{ strftime_now('%Y' * 100000) }}",
     # values within values: few bytes to hold, more than all memory to print, compare or hash
     "print a doubled list": _nest("[1]", "[ns.x, ns.x]") + "{{ ns.x }}",
     "concatenate a doubled list": _nest("[1]", "[ns.x, ns.x]") + "{{ ns.x ~ '' }}",
@@ -248,7 +244,6 @@ REFUSED = {
     "long source": "a" * 300000,
     "deep expression": "{{ " + "(" * 50000 + "a" + ")" * 50000 + " }}",
     "long sum": "{{ " + "a+" * 10000 + "a }}",
-    "autoescape": "{% autoescape true %}{% endautoescape %}",
     "range": "{{ range(10**9)|list }}",
     "lipsum": "{{ lipsum(n=10**9) }}",
     "random": "{{ [1, 2]|random }}",
@@ -264,15 +259,11 @@ REFUSED = {
     "format string attributes": "{{ '{0.__class__.__mro__}'.format('') }}",
     "format_map attributes": "{{ '{a.__class__.__mro__}'.format_map({'a': ''}) }}",
     "format string by attr": "{{ ('{0.__class__.__mro__}'|attr('format'))('') }}",
-    "namespace with a dunder": "{{ namespace(__class__=1) }}",
-    "namespace dunder set": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-    "namespace dunder by dict": "{{ namespace({'__init__': 1}) }}",
     "mutation of the conversation": "{{ messages.append(1) }}",
     "mutation of a message": "{{ messages[0].update({'role': 'x'}) }}",
     "generator frame": "{{ ([1]|map('string')).gi_frame.f_back }}",
     "include": "{% include 'x' %}",
     "import": "{% import 'x' as y %}",
-    "bytes": "{{ ('a' * 100000).encode('punycode') }}",
     "integer to bytes": "{{ (1).to_bytes(10**9, 'big') }}",
 }
 

@@ -5,6 +5,8 @@ message. Code that passes is remembered by its hash and runs in this process. On
 child waits on a busy machine.
 """
 
+import math
+import time
 from typing import Any
 
 from tunewell.core.cache import DiskCache
@@ -48,8 +50,9 @@ def find_problem(function: str, arguments: list[Any], *, seconds: int) -> str:
 def _try(request: Any, progress: ProgressListener) -> str:
     function, arguments, seconds = request
     tried = load_path(function)
-    limit_resources(memory_bytes=_MAX_BYTES, processor_seconds=seconds)
     progress(Progress("trying"))
+    used = math.ceil(time.process_time())  # by the imports
+    limit_resources(memory_bytes=_MAX_BYTES, processor_seconds=used + seconds)
     try:
         return tried(*arguments)
     except MemoryError:

@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 from tunewell.config.rules import Storage
 from tunewell.core.errors import UserError
 from tunewell.core.features import extension_entries
-from tunewell.core.files import hub_address, is_url, read_table, sha256_stream
+from tunewell.core.files import hub_address, is_url, read_data, sha256_stream
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.registry import Entry, Registry
 
@@ -99,7 +99,7 @@ SOURCES = Registry(
     group="sources",
 )
 
-TABLE = read_table(__file__, "files.toml")
+TABLE = read_data(__file__, "files.toml")
 READABLE: str = TABLE["readable"]
 UNREADABLE: dict[str, str] = TABLE["unreadable"]
 """Extensions that cannot be read -> what to do."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import orjson
 import torch
 from tokenizers import Tokenizer
 
-from tunewell.core.files import read_text, sha256_file, sha256_text
+from tunewell.core.files import read_data, read_text, sha256_file, sha256_text
 from tunewell.core.text import shorten
 from tunewell.core.units import count
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
@@ -42,7 +41,7 @@ _SPACE_SYMBOL = "▁"
 @cache
 def bounds() -> dict[str, dict[str, Any]]:
     """Return the allowed differences of logits by artefact and of tensors by number format, with the reasons."""
-    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))
+    return read_data(__file__, "bounds.json")
 
 
 # Files.
