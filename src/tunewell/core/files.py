@@ -385,8 +385,8 @@ class FolderLock:
             is_locked = _is_locked_by_other(file)
             file.seek(0)
             text = file.read()
-            # The owner may have died while it was written. Early versions wrote a number.
-            if not _LOCK_START.startswith(text.strip("\0")[: len(_LOCK_START)]) and not text.strip().isdecimal():
+            # The owner may have died while it was written.
+            if not _LOCK_START.startswith(text.strip("\0")[: len(_LOCK_START)]):
                 raise UserError(
                     f"`{path}` is not a lock file", fix=f"move `{path}` away: tunewell writes its lock there"
                 )

@@ -100,7 +100,7 @@ def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str
             f"the chat template renders {short_repr(text[start:])}; training rendered "
             f"{short_repr(probe.text[start:])}; {len(wrong)} of {total} differ"
         )
-    elif proof.model and proof.model.template_sha256 not in (None, sha256_text(source)):
+    elif proof.model.template_sha256 not in (None, sha256_text(source)):
         wrong = [(proof.probes[0], source)]
         message = "the chat template renders the test conversations as in training, but its text differs from the run's"
     return Check(name="template", is_ok=not wrong, words=message)
@@ -277,7 +277,7 @@ def check_settings(path: Path, tokenizer: Any, facts: TrainedFacts, *, config: A
 
 def _tokenizer_problems(path: Path, tokenizer: Any, facts: TrainedFacts) -> list[str]:
     """Compare every part of `tokenizer.json`, the text of the template, and the ids of plain texts with the run's."""
-    found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json"))) if facts.tokenizer else {}
+    found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json")))
     problems = [
         f"the {part} of `tokenizer.json` differ from those of the trained model's tokenizer"
         for part in sorted({*found, *facts.tokenizer})
