@@ -158,6 +158,16 @@ class SourceFile:
         return self.source.version() if isinstance(self.source, VersionedSource) else ""
 
 
+def require_unique_columns(names: Sequence[str], where: str, first_line: str | None = None) -> None:
+    """Raise UserError if two columns of a table, which `where` names, have the same name."""
+    if twice := next((name for name in names if name and names.count(name) > 1), None):
+        raise UserError(
+            f"{where} has {names.count(twice)} columns named `{twice}`",
+            where=first_line,
+            fix="rename or delete one of them",
+        )
+
+
 def split_limit(path: str) -> tuple[str, int | None]:
     """Split `rows.jsonl#500` into path and limit; a hub id becomes its address.
 
