@@ -134,9 +134,12 @@ def shared_data() -> Path:
     return Path(os.environ.get("TUNEWELL_SHARED", root.parent / "shared")) / "data"
 
 
-class _Everything(set[str]):
+class _Harmless(dict[str, str]):
     def __contains__(self, item: object) -> bool:
         return True
+
+    def __missing__(self, item: str) -> str:
+        return ""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -145,5 +148,5 @@ def tried_templates() -> Iterator[None]:
     from tunewell.data.templates import chat_template
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_template, "_TRIED", _Everything())
+        patch.setattr(chat_template, "_TRIED", _Harmless())
         yield

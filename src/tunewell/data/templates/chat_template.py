@@ -103,8 +103,8 @@ BUILTIN_NAMES = ("chatml", "zephyr", "llama3", "gemma", "alpaca", "instruct", "h
 _MAX_CHARS = 4_000_000
 """Maximum size of a rendered text, plus four times the conversation."""
 _TRIAL_SECONDS = 2
-_TRIED: set[str] = set()
-"""The hashes of the templates that this process may render: they were tried."""
+_TRIED: dict[str, str] = {}
+"""The problems of the templates that this process has tried, by their hash; empty for harmless ones."""
 
 _PROBE_TOOLS: list[dict[str, Any]] = [
     {
@@ -219,8 +219,7 @@ class ChatTemplate:
             messages, tools, size = to_template_data(messages, tools)
             asks = add_generation_prompt or self._asks
             variables = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
-            if self.sha256 not in _TRIED:
-                self._require_harmless()
+            self._require_harmless()
             text = self._sandbox.render(self._template, variables, max_chars=_MAX_CHARS + 4 * size)
             ends = self._end and not asks and messages[-1].get("role") == "assistant"
             return text + self._end if ends and not messages[-1].get("tool_calls") else text
@@ -233,11 +232,13 @@ class ChatTemplate:
 
     def _require_harmless(self) -> None:
         """Try the template in a child process, unless it is built in; raise TemplateLimit if it exceeds the limits."""
-        if self.source not in map(builtin_template, BUILTIN_NAMES):
+        if self.sha256 not in _TRIED:
+            is_own = self.source in map(builtin_template, BUILTIN_NAMES)
             request = [self.source, self._special_tokens, self._arguments]
-            if problem := find_problem(f"{__name__}:find_limit", request, seconds=_TRIAL_SECONDS):
-                raise TemplateLimit(f"the template cannot be used: {problem}")
-        _TRIED.add(self.sha256)
+            problem = "" if is_own else find_problem(f"{__name__}:find_limit", request, seconds=_TRIAL_SECONDS)
+            _TRIED[self.sha256] = problem
+        if problem := _TRIED[self.sha256]:
+            raise TemplateLimit(f"the template cannot be used: {problem}")
 
     def try_render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
@@ -282,7 +283,7 @@ class ChatTemplate:
 def find_limit(source: str, special_tokens: dict[str, str], arguments: dict[str, Any]) -> str:
     """Render short conversations, in the child process. Return which limit the template exceeds, or an empty text."""
     template = ChatTemplate(source, special_tokens=special_tokens, arguments=arguments)
-    _TRIED.add(template.sha256)
+    _TRIED[template.sha256] = ""
     for (turns, asks), tools in product(_PROBES, (None, _PROBE_TOOLS)):
         try:
             template.render(turns, tools, add_generation_prompt=asks)
