@@ -23,13 +23,16 @@ _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 _PASSED = DiskCache("trials")
 
 
-def find_problem(function: str, arguments: list[Any], *, seconds: int) -> str:
-    """Call `module:function`, which returns a problem, in a child process. Return the problem, or an empty text."""
+def find_problem(function: str, arguments: list[Any], *, doing: str, seconds: int) -> str:
+    """Call `module:function`, which returns a problem, in a child process. Return the problem, or an empty text.
+
+    `doing` names what the function does with a short text: `encoding`.
+    """
     key = [_VERSION, function, arguments]
     if _PASSED.read(key) is not None:
         return ""
     begun: list[Progress] = []
-    slow, request = f"it takes more than {seconds} s for a short text", [function, arguments, seconds]
+    slow, request = f"{doing} a short text takes more than {seconds} s", [function, arguments, seconds]
     try:
         problem = call(_MODULE, request, progress=begun.append, seconds=_WAIT_SECONDS, environment=_ONE_THREAD)
     except TimeoutError:
@@ -37,7 +40,7 @@ def find_problem(function: str, arguments: list[Any], *, seconds: int) -> str:
     except ChildDied as died:
         # With RUST_BACKTRACE, a note and the stack follow the message.
         lines = [line for line in died.ended.err.strip().splitlines() if not line.startswith(("note:", " "))]
-        problem = f"it ends the program for a short text ({(lines or ['no message'])[-1][:120]})"
+        problem = f"{doing} a short text ends the program ({(lines or ['no message'])[-1][:120]})"
         if died.ended.signal_name == "SIGXCPU":
             problem = slow
         if not begun:  # the child could not start: the code is not to blame

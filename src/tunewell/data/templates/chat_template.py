@@ -234,11 +234,13 @@ class ChatTemplate:
         """Try the template in a child process, unless it is built in; raise TemplateLimit if it exceeds the limits."""
         if self.sha256 not in _TRIED:
             is_own = self.source in map(builtin_template, BUILTIN_NAMES)
-            request = [self.source, self._special_tokens, self._arguments]
-            problem = "" if is_own else find_problem(f"{__name__}:find_limit", request, seconds=_TRIAL_SECONDS)
-            _TRIED[self.sha256] = problem
+            _TRIED[self.sha256] = "" if is_own else self._find_problem()
         if problem := _TRIED[self.sha256]:
             raise TemplateLimit(f"the template cannot be used: {problem}")
+
+    def _find_problem(self) -> str:
+        request = [self.source, self._special_tokens, self._arguments]
+        return find_problem(f"{__name__}:find_limit", request, doing="rendering", seconds=_TRIAL_SECONDS)
 
     def try_render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False

@@ -26,7 +26,7 @@ def require_safe(backend: Tokenizer, where: Path) -> None:
         for name, part in (("normalizer", backend.normalizer), ("pre_tokenizer", backend.pre_tokenizer))
         if part is not None
     }
-    if problem := find_problem(f"{__name__}:find_crash", [parts], seconds=_SECONDS):
+    if problem := find_problem(f"{__name__}:find_crash", [parts], doing="encoding", seconds=_SECONDS):
         raise UserError(
             f"`tokenizer.json` cannot be used: {problem}",
             where=str(where),
