@@ -1,6 +1,6 @@
 """Write checkpoints in the background, crash-safe (atomic), and remove old ones.
 
-    step-000123.tmp/  write and flush files -> write manifest.json with all hashes, verify -> rename: step-000123/
+    step-000123.tmp/  write, flush and read back files -> write manifest.json with all hashes -> rename: step-000123/
 
 Training waits only while the state is copied. Files are written from that copy and hashed in parallel. Old checkpoints
 are removed only after the new one is complete.
@@ -13,19 +13,21 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import is_disk_full, publish_folder, recover_publish, sync_folder, write_synced
+from tunewell.core.files import is_disk_full, open_file, publish_folder, recover_publish, sync_folder, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count, size_bytes
 from tunewell.core.version import made_by
@@ -36,8 +38,10 @@ from tunewell.records.checkpoint import (
     FileRecord,
     checkpoint_name,
     checkpoint_step,
+    damaged,
     is_inside,
     read_file,
+    read_manifest,
     saved_steps,
     verify,
     write_manifest,
@@ -145,7 +149,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None) -> list[str]:
-    """Write and flush every file, the manifest last, with the hashes of what was written, and compare them.
+    """Write and flush every file, the manifest last. Each file is read back and compared with what was written.
 
     Returns the names of the text files from which secrets were removed. Raises OSError if a write fails, and
     DamagedCheckpoint if the files do not contain the bytes that were written.
@@ -160,9 +164,10 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None)
     inner = sorted({(folder / name).parent for name in contents} - {folder})
     for path in inner:
         path.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(_THREADS) as writers:
-        records = list(writers.map(lambda name: _write(folder / name, contents[name]), contents))
-    files = dict(zip(contents, records, strict=True))
+    with ThreadPoolExecutor(_THREADS) as writers, ThreadPoolExecutor(_THREADS) as readers:
+        writing = {name: writers.submit(_write, folder, name, parts, readers) for name, parts in contents.items()}
+        wait(writing.values())
+        files = {name: done.result() for name, done in writing.items()}
     for path in inner:
         sync_folder(path)
     manifest = CheckpointManifest(
@@ -179,16 +184,19 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None)
         },
     )
     write_manifest(folder, manifest)
-    verify(folder)
+    read_manifest(folder)
     return [name for name, text in texts.items() if text != snapshot.texts[name]]
 
 
-def _write(path: Path, parts: list[bytes | memoryview]) -> FileRecord:
-    """Write and flush a file while another thread hashes its content."""
-    with ThreadPoolExecutor(1) as hashing:
-        digest = hashing.submit(_sha256, parts)
-        write_synced(path, *parts)
-        return FileRecord(bytes=sum(map(len, parts)), sha256=digest.result())
+def _write(folder: Path, name: str, parts: list[bytes | memoryview], readers: Executor) -> FileRecord:
+    """Write and flush a file while `readers` hash its content, then read it back and compare it with the content."""
+    hashing = readers.submit(_sha256, parts)
+    write_synced(folder / name, *parts)
+    *starts, num_bytes = accumulate(map(len, parts), initial=0)
+    is_equal = all(readers.map(partial(_is_equal, folder / name), starts, parts))
+    if not is_equal or (folder / name).stat().st_size != num_bytes:
+        raise damaged(folder, name, "does not contain the bytes that were written")
+    return FileRecord(bytes=num_bytes, sha256=hashing.result())
 
 
 def _sha256(parts: list[bytes | memoryview]) -> str:
@@ -196,6 +204,17 @@ def _sha256(parts: list[bytes | memoryview]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
+
+
+def _is_equal(path: Path, start: int, part: bytes | memoryview) -> bool:
+    """Return whether a file contains this part at its offset. numpy compares without holding the GIL."""
+    expected, buffer = np.frombuffer(part, np.uint8), np.empty(_READ_BYTES, np.uint8)
+    with open_file(path, buffering=0) as file:
+        file.seek(start)
+        return all(
+            np.array_equal(buffer[: file.readinto(buffer.data[: len(block)])], block)
+            for block in (expected[at : at + _READ_BYTES] for at in range(0, len(part), _READ_BYTES))
+        )
 
 
 class Checkpoints:
