@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,21 @@ def shared_data() -> Path:
     """The folder of real data beside the checkout; for tests marked `shared`."""
     root = Path(__file__).parents[1]
     return Path(os.environ.get("TUNEWELL_SHARED", root.parent / "shared")) / "data"
+
+
+class _Harmless(dict[str, str]):
+    def __contains__(self, item: object) -> bool:
+        return True
+
+    def __missing__(self, item: str) -> str:
+        return ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tried_templates() -> Iterator[None]:
+    """Render the many templates of tests without trying each in a child process; `template_bombs.py` tries them."""
+    from tunewell.data.templates import chat_template
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "_TRIED", _Harmless())
+        yield

@@ -1,18 +1,18 @@
 """Templates that try to use up the machine or to leave the sandbox, and a runner for them.
 
-Run as a program, it renders each on the main thread and on another one and prints what happened as JSON: a process of
-its own, so that its memory can be measured.
+Run as a program, it renders each and prints what happened as JSON: a process of its own, so that its memory can be
+measured.
 """
 
 import functools
 import json
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from tunewell.data.templates import chat_template
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed, TemplateLimit
 
 _LOOP = "{% for i in range(99999) %}"
@@ -37,16 +37,13 @@ LIMITED = {
     "two macros": "{% macro a() %}{{ b() }}{% endmacro %}{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}",
     "block that calls itself": "{% block b %}{{ self.b() }}{% endblock %}",
     "caller that calls itself": "{% macro m() %}{% call m() %}{{ caller() }}{% endcall %}{% endmacro %}{{ m() }}",
-    "search for a long text from behind": "{{ ('a' * 3000000).rfind('b' + 'a' * 1500000) }}",
     "strip many characters": "{{ ('a' * 2000000).strip('b' * 2000000 + 'a') }}",
     "trim many characters": "{{ ('a' * 2000000)|trim('b' * 2000000 + 'a') }}",
     "slow search in a loop": _LOOP
     + "{% if ('a' * 600 ~ 'b' ~ 'a' * 600) in ('a' * 2400) %}{% endif %}{% endfor %}" * 1,
     "long division": "{% set x = ('f' * 1900)|int(0, 16) %}" + "{% set x = x * x %}" * 12 + "{{ x // 7 }}",
     "sort of a long list": "{{ (range(99999)|list * 30)|sort|length }}",
-    "slow filter": "{{ ('<!-- -->' * 400000)|striptags }}",
     "words of a long text": "{{ ('a-' * 1000000)|wordwrap(10) }}",
-    "urls of a long text": "{{ ('a@' * 100000)|urlize }}",
     # size
     "doubling by ~": "{% set ns = namespace(x='ab') %}" + _LOOP + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "doubling by +": "{% set ns = namespace(x='ab') %}" + _LOOP + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -83,7 +80,6 @@ LIMITED = {
     "slow search from behind": "{% for i in range(99999) %}{{ ('a' * 20000).rfind('b' + 'a' * 9999) }}{% endfor %}",
     "long attribute": "{{ (['a'] * 99999)|map(attribute='0' ~ '.0' * 400000)|list }}",
     "sort by a long attribute": "{{ (['a'] * 99999)|sort(attribute='0' ~ '.0' * 90000) }}",
-    "striptags of safe text": "{{ (('<!-- -->' * 100000)|safe).striptags() }}",
     "number in a long range": _LOOP + "{% if 1.5 in range(99999) %}{% endif %}{% endfor %}",
     "long texts compared": "{% set a = 'a' * 900000 ~ 'b' %}{% set b = 'a' * 900000 ~ 'c' %}"
     + _LOOP
@@ -158,8 +154,6 @@ LIMITED = {
     + "{% endset %}",
     "text spread over arguments": "{{ cycler(*('\u4e2d' * 3000000)) }}",
     "width from two values": "{{ '{:{a}{b}}'.format(1, a='99999', b='99999') }}",
-    "many lines": "{{ ('\u4e2d\n' * 1900000).splitlines()|length }}",
-    "many words": "{{ ('\u4e2d ' * 1900000).split()|length }}",
     "groups kept": "{% set ns = namespace(x=[]) %}"
     + _LOOP
     + "{% set ns.x = [ns.x, range(5000)|groupby('real')] %}{% endfor %}",
@@ -170,7 +164,6 @@ LIMITED = {
     + "ns.x] %}"
     + "{% endfor %}" * 2,
     "macro given itself": "{% macro m(f) %}{{ f(f) }}{% endmacro %}{{ m(m) }}",
-    "long date": "{{ strftime_now('%Y' * 100000) }}",
     # values within values: few bytes to hold, more than all memory to print, compare or hash
     "print a doubled list": _nest("[1]", "[ns.x, ns.x]") + "{{ ns.x }}",
     "concatenate a doubled list": _nest("[1]", "[ns.x, ns.x]") + "{{ ns.x ~ '' }}",
@@ -248,7 +241,6 @@ REFUSED = {
     "long source": "a" * 300000,
     "deep expression": "{{ " + "(" * 50000 + "a" + ")" * 50000 + " }}",
     "long sum": "{{ " + "a+" * 10000 + "a }}",
-    "autoescape": "{% autoescape true %}{% endautoescape %}",
     "range": "{{ range(10**9)|list }}",
     "lipsum": "{{ lipsum(n=10**9) }}",
     "random": "{{ [1, 2]|random }}",
@@ -264,15 +256,11 @@ REFUSED = {
     "format string attributes": "{{ '{0.__class__.__mro__}'.format('') }}",
     "format_map attributes": "{{ '{a.__class__.__mro__}'.format_map({'a': ''}) }}",
     "format string by attr": "{{ ('{0.__class__.__mro__}'|attr('format'))('') }}",
-    "namespace with a dunder": "{{ namespace(__class__=1) }}",
-    "namespace dunder set": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-    "namespace dunder by dict": "{{ namespace({'__init__': 1}) }}",
     "mutation of the conversation": "{{ messages.append(1) }}",
     "mutation of a message": "{{ messages[0].update({'role': 'x'}) }}",
     "generator frame": "{{ ([1]|map('string')).gi_frame.f_back }}",
     "include": "{% include 'x' %}",
     "import": "{% import 'x' as y %}",
-    "bytes": "{{ ('a' * 100000).encode('punycode') }}",
     "integer to bytes": "{{ (1).to_bytes(10**9, 'big') }}",
 }
 
@@ -295,21 +283,15 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def main(limits: dict[str, Any]) -> None:
-    """Render every bomb on both kinds of thread and print one JSON object per line."""
+def main() -> None:
+    """Render every bomb and print one JSON object per line."""
     begin = peak_bytes()
+    chat_template._TRIAL_SECONDS = 1
     for name, source in (LIMITED | REFUSED).items():
-        template = functools.cache(functools.partial(ChatTemplate, source, special_tokens={}, **limits))
-        on_main = measure(template)
-        elsewhere: list[dict[str, Any]] = []
-        thread = threading.Thread(target=lambda once=template, into=elsewhere: into.append(measure(once)))
-        thread.start()
-        thread.join()
-        extra = peak_bytes() - begin
-        line = {"name": name, "main": on_main, "worker": elsewhere[0], "extra_bytes": extra}
-        sys.stdout.write(json.dumps(line) + "\n")
+        line = {"name": name, **measure(functools.partial(ChatTemplate, source, special_tokens={}))}
+        sys.stdout.write(json.dumps(line | {"extra_bytes": peak_bytes() - begin}) + "\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from tunewell.core.errors import UserError
+from tunewell.data import trial
 from tunewell.data.tokenizers import probe
 from tunewell.data.tokenizers.load import load_tokenizer
 
@@ -61,10 +62,14 @@ def test_an_ordinary_pattern_is_tried_once(tiny_model, tmp_path, monkeypatch):
     load_tokenizer(model)
 
 
+def waits_too_long(*_: object, **__: object) -> None:
+    raise TimeoutError
+
+
 def test_a_busy_machine_does_not_condemn_a_tokenizer(tiny_model, tmp_path, monkeypatch):
     """Guards a later start: a child that had to wait was remembered as a bomb for ever."""
     model = spoiled(tiny_model, tmp_path / "model", ORDINARY)
-    monkeypatch.setattr(probe, "_try", lambda _: "its regular expression takes more than 5 s for a short text")
+    monkeypatch.setattr(trial, "call", waits_too_long)
     with pytest.raises(UserError):
         load_tokenizer(model)
     monkeypatch.undo()

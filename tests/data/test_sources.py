@@ -479,7 +479,7 @@ def test_a_date_beyond_the_calendar_costs_one_row(tmp_path):
 def test_two_columns_of_one_name_are_refused(tmp_path):
     """One of them would vanish."""
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
-    with pytest.raises(UserError, match="two columns named `text`"):
+    with pytest.raises(UserError, match="2 columns named `text`"):
         read(write_table(tmp_path / "rows.arrow", table))
 
 

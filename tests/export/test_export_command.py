@@ -156,6 +156,7 @@ def test_a_request_to_end_cleans_up(tmp_path: Path) -> None:
     """What was left behind looked finished, and was proven when asked."""
     code = (
         "import sys, time; from pathlib import Path; from tunewell.export.staging import open_staging\n"
+        "from tunewell.cli.startup import clean_up_when_terminated; clean_up_when_terminated()\n"
         "with open_staging(Path(sys.argv[1])) as staging:\n"
         "    (staging.folder / 'weights').touch(); print('there', flush=True); time.sleep(60)\n"
     )

@@ -17,7 +17,7 @@ from tunewell.export.proof.checks import check_ids
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements, load_targets
 from tunewell.model_files.gguf import read_metadata
-from tunewell.records.parity import Artefact, Check, Link, Parity, Proof, ProofProbe, read_proof
+from tunewell.records.parity import Artefact, Check, Link, Parity, Proof, ProofProbe, TrainedFacts, read_proof
 from tunewell.workflows.verify import verify
 
 
@@ -113,9 +113,12 @@ def test_a_licence_is_read_where_models_state_it(tmp_path: Path, files: dict[str
 def test_a_program_that_encodes_the_whole_text_is_compared_with_the_ids_of_the_whole_text() -> None:
     """A reply in the history starts with a new token in training; that is counted, and is no defect of the export."""
     probe = ProofProbe(messages=[], text="x", ids=[1, 2, 3], whole_ids=[1, 4])
+    model = TrainedFacts(
+        config={}, generation={}, special_tokens={}, special_ids={}, max_length=None, vocabulary={}, shapes={}, twins={}
+    )
     proof = Proof(
         made_by="t", subject="t", base=None, is_lora=False, stop_ids=[], probes=[probe], num_positions=1, questions=[],
-        artefacts=[],
+        artefacts=[], model=model,
     )  # fmt: skip
     assert check_ids(proof, lambda _: [1, 4], library="t").is_ok
     assert not check_ids(proof, lambda _: [1, 2, 3], library="t").is_ok

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_text, stable_json
 from tunewell.records.manifest import (
     MANIFEST,
     DamagedManifest,
@@ -63,7 +64,7 @@ def test_a_manifest_is_read_as_it_was_written(manifest, tmp_path):
 def test_a_key_of_a_later_tunewell_is_passed_over(manifest, tmp_path):
     """A newer minor version may note more; the format number says when that breaks."""
     raw = manifest.model_dump(mode="json") | {"weather": "fine"}
-    (tmp_path / MANIFEST).write_text(json.dumps(raw))
+    (tmp_path / MANIFEST).write_text(json.dumps(raw | {"sha256": sha256_text(stable_json(raw))}))
     assert read_manifest(tmp_path) == manifest
 
 

@@ -13,13 +13,18 @@ from tunewell.core.progress import Progress, ProgressListener, silent
 
 
 def clean_up_when_terminated() -> None:
-    """End with an exception on SIGTERM, so that a child and temporary folders are removed; a second one is ignored."""
+    """End with an exception on SIGTERM and SIGHUP, so that a child and temporary folders are removed.
+
+    A second signal is ignored, and so is one that was ignored before, as by `nohup`.
+    """
 
     def end(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_IGN)
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    for one in signal.Signals:
+        if one.name in ("SIGTERM", "SIGHUP") and signal.getsignal(one) == signal.SIG_DFL:
+            signal.signal(one, end)
 
 
 def import_libraries(

@@ -158,12 +158,6 @@ def parse_json(data: str | bytes) -> Any:
         raise ValueError("the JSON is nested too deeply") from None
 
 
-def read_table(module: str, name: str) -> dict[str, Any]:
-    """Return a TOML or JSON table that lies beside a module: `read_table(__file__, "names.toml")`."""
-    text = Path(module).with_name(name).read_text(encoding="utf-8")
-    return tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
-
-
 def stable_json(value: Any) -> str:
     """Return JSON that is byte-identical for equal values: sorted keys, indent of two spaces, final newline."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=2) + "\n"
@@ -391,8 +385,8 @@ class FolderLock:
             is_locked = _is_locked_by_other(file)
             file.seek(0)
             text = file.read()
-            # The owner may have died while it was written. Early versions wrote a number.
-            if not _LOCK_START.startswith(text.strip("\0")[: len(_LOCK_START)]) and not text.strip().isdecimal():
+            # The owner may have died while it was written.
+            if not _LOCK_START.startswith(text.strip("\0")[: len(_LOCK_START)]):
                 raise UserError(
                     f"`{path}` is not a lock file", fix=f"move `{path}` away: tunewell writes its lock there"
                 )

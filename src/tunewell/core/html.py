@@ -6,9 +6,10 @@ cannot run or load anything.
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -99,6 +100,7 @@ def page_environment(package: str) -> Environment:
         share=percent,
         duration=duration,
         size_bytes=size_bytes,
+        json=partial(json.dumps, ensure_ascii=False),
     )
     environment.globals["own"] = _own_texts(package)  # pyright: ignore[reportUnknownMemberType]
     return environment

@@ -34,7 +34,7 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE) -> list[Ques
     """
     source = SourceConfig.model_validate(rows) if isinstance(rows, str) else rows
     path, found = source.path, list[Question]()
-    converter = Converter(format_name=source.format, columns=source.columns, system=source.system)
+    converter = Converter.of(source)
     read = replace(
         _READ,
         text_rows=source.text_rows,

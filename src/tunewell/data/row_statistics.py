@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.schema import Config
-from tunewell.core.files import read_table
+from tunewell.core.files import read_data
 from tunewell.core.text import likely_language
 from tunewell.data.corpus.spec import read_options, source_options
 from tunewell.data.rows.conversation import Rejected, map_leaves
@@ -25,7 +25,7 @@ _PIECES = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_+|\n+")
 _MESSAGE_TOKENS, _CONVERSATION_TOKENS = 5, 10
 """Markers and role of a message, as in ChatML, and a short system prompt that some templates add."""
 _WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
-LANGUAGES: dict[str, str] = read_table(__file__, "languages.toml")
+LANGUAGES: dict[str, str] = read_data(__file__, "languages.toml")
 """The languages that the catalogue of models names and `likely_language` can tell."""
 
 
@@ -71,7 +71,7 @@ def read_statistics(config: Config, base: Path) -> RowStatistics:
     for number, source in enumerate(config.data.sources):
         files = find_files(source.path, base=base, options=source_options(config, number))
         options = read_options(config.data, number)
-        converter = Converter(format_name=source.format, columns=source.columns, system=source.system)
+        converter = Converter.of(source)
         items = (item for file in files for block in read_blocks(file, options) for item in block.items)
         sample += [_measure(item, options, converter) for item in islice(items, _SAMPLE_ROWS - len(sample))]
         total += count_rows(files, options)

@@ -1,22 +1,17 @@
 """The model card of an export (README.md), and the licence of the base model."""
 
-import json
 import re
-import tomllib
 from dataclasses import dataclass, field
-from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tunewell.config.extensions import METHODS
 from tunewell.core.errors import UserError
-from tunewell.core.files import read_text
+from tunewell.core.files import read_data, read_text
+from tunewell.core.html import render
 from tunewell.core.redact import redact
-from tunewell.core.units import count
 from tunewell.core.version import made_by
 from tunewell.data.reading_prompt import prompt_form
 from tunewell.inference.chat_model import ChatModel
@@ -64,12 +59,10 @@ def model_card(card: CardFacts, *, library: str | None = None, example: str | No
     `library` is the hub's `library_name` for the folder. `example` is Python code that loads it. The values of the
     front matter are written as JSON, so that no name can break the YAML syntax.
     """
-    to_json = partial(json.dumps, ensure_ascii=False)
-    loader = PackageLoader("tunewell.export", ".")
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(json=to_json, count=count)
     ref, method = card.ref, card.ref.method
-    text = environment.get_template("card.md.jinja").render(
+    text = render(
+        "tunewell.export",
+        "card.md",
         card=card,
         ref=ref,
         manifest=card.manifest,
@@ -148,7 +141,7 @@ def _from_license_file(model: ModelFiles) -> str | None:
     if path is None:
         return None
     head = " ".join(read_text(path, errors="replace")[:_HEAD_CHARS].lower().split())
-    patterns: dict[str, str] = tomllib.loads((files("tunewell.export") / "licenses.toml").read_text(encoding="utf-8"))
+    patterns: dict[str, str] = read_data(__file__, "licenses.toml")
     return next((name for name, pattern in patterns.items() if re.search(pattern, head)), "other")
 
 

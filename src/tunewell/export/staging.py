@@ -2,15 +2,12 @@
 
 import itertools
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -146,7 +143,6 @@ def _names(artefacts: Iterable[Artefact]) -> str:
 _LOCK = "tunewell-export.lock"
 _SHARED_FILES = (PARITY, PROOF, REFERENCE, "README.md")
 """Files of an export that belong to no artefact."""
-_SIGNALS = ("SIGTERM", "SIGHUP")
 
 
 class Staging(NamedTuple):
@@ -160,11 +156,11 @@ class Staging(NamedTuple):
 
 @contextmanager
 def open_staging(out: Path) -> Iterator[Staging]:
-    """Yield staging folders on the same disk as `out`; remove them at the end, also on SIGTERM.
+    """Yield staging folders on the same disk as `out`; remove them at the end.
 
     Raises UserError if the disk is not writable, or if another process is exporting to the same folder.
     """
-    with _exit_on_signals(), _report_full_disk(out):
+    with _report_full_disk(out):
         hidden = _make_hidden_folder(out)
         try:
             with FolderLock.take(hidden / _LOCK, doing=f"exporting to `{out}`"):
@@ -285,28 +281,6 @@ def _report_full_disk(out: Path) -> Iterator[None]:
         raise UserError(
             f"the disk is full; `{out}` was not written", fix="free some space, or choose another disk with `--out`"
         ) from error
-
-
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Run the `finally` blocks on SIGTERM and SIGHUP; do nothing outside of the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [own for own in signal.Signals if own.name in _SIGNALS and signal.getsignal(own) == signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, _exit)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    with suppress(ValueError):
-        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
-    raise SystemExit(128 + number)
 
 
 # Disk space.

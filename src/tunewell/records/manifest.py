@@ -14,7 +14,6 @@ COLUMNS = ("input_ids", "labels", "seq_lengths")
 """The columns of the Arrow files in a corpus."""
 MANIFEST = "manifest.json"
 _HASH = "sha256"
-_HASH_CHARS = 64
 NEAR_DUPLICATES = "near_duplicates.jsonl"
 SECRETS = "secrets.jsonl"
 DROPPED = "dropped.jsonl"
@@ -310,13 +309,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_hash(record: dict[str, Any]) -> None:
-    """Raise ValueError if the record differs from its hash. Version 0.1.0 wrote no hash."""
-    expected = record.pop(_HASH, None)
-    if expected is not None and expected != sha256_text(stable_json(record)):
+    """Raise ValueError if the record differs from its hash."""
+    if record.pop(_HASH, None) != sha256_text(stable_json(record)):
         raise ValueError("its content does not match its hash")
-    unknown = [value for name, value in record.items() if name not in Manifest.model_fields]
-    if expected is None and any(isinstance(value, str) and len(value) == _HASH_CHARS for value in unknown):
-        raise ValueError(f"the key `{_HASH}` is damaged")
 
 
 def read_manifest(folder: Path) -> Manifest:

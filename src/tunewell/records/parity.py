@@ -84,7 +84,7 @@ class TrainedFacts(Record):
     vocabulary: dict[str, str]
     """Hashes of the tokens and the merges of the vocabulary."""
     tokenizer: dict[str, str] = {}
-    """Hashes of the parts of `tokenizer.json`; empty in exports of 0.1.0."""
+    """Hashes of the parts of `tokenizer.json`."""
     template_sha256: str | None = None
     """Hash of the exported chat template."""
     plain_texts: list[PlainText] = []
@@ -124,8 +124,7 @@ class Proof(Record):
     questions: list[ProofQuestion]
     other_ids_share: float | None = None
     """Share of the training conversations with other ids if their whole text is encoded at once, if it is known."""
-    model: TrainedFacts | None = None
-    """None in exports from older versions of tunewell; this part is then not compared."""
+    model: TrainedFacts
     artefacts: list[Artefact]
     sha256s: dict[str, str] = {}
     """Hashes of the files that are not part of an artefact."""

@@ -9,7 +9,7 @@ from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.screens.export import parity_screen
 from tunewell.cli.screens.verdict import lined
-from tunewell.cli.startup import import_libraries, keep_memory_on_cpu
+from tunewell.cli.startup import clean_up_when_terminated, import_libraries, keep_memory_on_cpu
 from tunewell.core.units import size_bytes
 from tunewell.export.options import ExportOptions
 
@@ -32,6 +32,7 @@ def command(
     """
     from tunewell.export.proof_process import ProofProcess
 
+    clean_up_when_terminated()
     options = replace(options, sets=set_ or (), creates=not no_create, allow_pickle=allow_pickle).checked()
     # Whatever is wrong with the run is reported before torch is imported.
     ref = options.find_model(place)

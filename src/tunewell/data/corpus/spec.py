@@ -243,7 +243,7 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
     return RowPipeline(
         source=source.path,
         read=read,
-        converter=Converter(format_name=source.format, columns=source.columns, system=source.system, options=options),
+        converter=Converter.of(source, options),
         clean=clean,
         masker=masker,
         encoder=text.encoder(masker),

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tunewell.config.glossary import entries
-from tunewell.core.units import count, listed, percent
+from tunewell.core.html import render
+from tunewell.core.units import count, listed
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
 from tunewell.data.corpus.packing import Mix, PackedSequences, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec, Job
@@ -235,12 +235,5 @@ def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRec
 
 def data_card(manifest: Manifest) -> str:
     """Return the data card as Markdown; equal manifests give equal cards."""
-    environment = Environment(
-        loader=PackageLoader("tunewell.data.corpus", "page"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters.update(count=count, percent=percent)  # pyright: ignore[reportUnknownMemberType]
-    return environment.get_template("card.md.jinja").render(manifest=manifest, glossary=entries())
+    page = render("tunewell.data.corpus", "card.md", manifest=manifest, glossary=entries())
+    return page.rstrip() + "\n"

@@ -10,8 +10,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
+from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
-from tunewell.core.files import read_table
+from tunewell.core.files import read_data
 from tunewell.data.rows.column_names import (
     ACCEPTED,
     ANSWERS,
@@ -39,7 +40,7 @@ from tunewell.data.rows.conversation import (
 )
 from tunewell.data.rows.json_rows import numbers_as_text, parse_row
 
-_NAMES = read_table(__file__, "names.toml")
+_NAMES = read_data(__file__, "names.toml")
 ROLES: dict[str, str] = _NAMES["roles"]
 """Role names in data sets -> standard role names of templates."""
 
@@ -222,6 +223,11 @@ class Converter:
                 f"`{unknown}` in `columns` is not a tunewell field",
                 fix=f"write `FIELD: YOUR COLUMN`, like `question: Frage`; the fields are {fields}",
             )
+
+    @classmethod
+    def of(cls, source: SourceConfig, options: FormatOptions | None = None) -> "Converter":
+        """Return the converter of a source."""
+        return cls(format_name=source.format, columns=source.columns, system=source.system, options=options)
 
     @property
     def keeps_text(self) -> bool:

@@ -7,7 +7,7 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from tunewell.core.files import read_table
+from tunewell.core.files import read_data
 
 _QUESTION_MARKS = ("?", "？", "؟", ";")
 """Marks at the end of a question; `;` in Greek."""
@@ -26,7 +26,7 @@ class ColumnGuess:
 
 @cache
 def _headings() -> dict[str, str]:
-    table: dict[str, list[str]] = read_table(__file__, "headings.json")
+    table: dict[str, list[str]] = read_data(__file__, "headings.json")
     return {fold(heading): ours for ours, headings in table.items() for heading in headings}
 
 

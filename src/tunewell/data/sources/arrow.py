@@ -4,7 +4,6 @@
 # pyarrow has no type stubs. The functions of this module return numpy arrays and plain Python values.
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -19,7 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import read_bytes
 from tunewell.data.rows.conversation import Rejected, map_leaves
 from tunewell.data.rows.json_rows import text_of
-from tunewell.data.sources.base import SourceFile
+from tunewell.data.sources.base import SourceFile, require_unique_columns
 
 Lists = tuple[SmallInts, SmallInts]
 """Lists of numbers as (offsets, values): one offset per list, and a final offset at the end."""
@@ -34,9 +33,7 @@ def table_rows(file: SourceFile) -> Iterator[Any]:
     try:
         with file.open() as stream:
             for batch in _not_empty(read_batches(stream)):
-                twice = next((name for name, number in Counter(batch.schema.names).items() if number > 1), None)
-                if twice is not None:
-                    raise UserError(f"`{file.name}` has two columns named `{twice}`", fix="rename one of them")
+                require_unique_columns(batch.schema.names, f"`{file.name}`")
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
                     yield from _batch_rows(batch.slice(start, _BATCH_ROWS))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a column name

@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 from tunewell.config.rules import Storage
 from tunewell.core.errors import UserError
 from tunewell.core.features import extension_entries
-from tunewell.core.files import hub_address, is_url, read_table, sha256_stream
+from tunewell.core.files import hub_address, is_url, read_data, sha256_stream
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.registry import Entry, Registry
 
@@ -99,7 +99,7 @@ SOURCES = Registry(
     group="sources",
 )
 
-TABLE = read_table(__file__, "files.toml")
+TABLE = read_data(__file__, "files.toml")
 READABLE: str = TABLE["readable"]
 UNREADABLE: dict[str, str] = TABLE["unreadable"]
 """Extensions that cannot be read -> what to do."""
@@ -156,6 +156,16 @@ class SourceFile:
     def version(self) -> str:
         """Return the version of a remote file, or an empty text."""
         return self.source.version() if isinstance(self.source, VersionedSource) else ""
+
+
+def require_unique_columns(names: Sequence[str], where: str, first_line: str | None = None) -> None:
+    """Raise UserError if two columns of a table, which `where` names, have the same name."""
+    if twice := next((name for name in names if name and names.count(name) > 1), None):
+        raise UserError(
+            f"{where} has {names.count(twice)} columns named `{twice}`",
+            where=first_line,
+            fix="rename or delete one of them",
+        )
 
 
 def split_limit(path: str) -> tuple[str, int | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
-from tunewell.data.sources.base import SourceFile
+from tunewell.data.sources.base import SourceFile, require_unique_columns
 
 
 def excel_rows(file: SourceFile) -> Iterator[dict[str, str]]:
@@ -39,8 +39,7 @@ def _sheet_rows(rows: list[list[str]], where: str) -> Iterator[dict[str, str]]:
             where=f"the first row is {', '.join(name or '(empty)' for name in names)[:80]}",
             fix="if this row is a title, delete the rows above the header; else write a name above the column",
         )
-    if twice := next((name for name in names if name and names.count(name) > 1), None):
-        raise UserError(f"{where} has {names.count(twice)} columns named `{twice}`", fix="rename or delete one of them")
+    require_unique_columns(names, where)
     yield from ({names[index]: row[index] for index in used} for row in rows[1:])
 
 

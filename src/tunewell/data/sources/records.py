@@ -11,7 +11,7 @@ from tunewell.core.units import size_bytes
 from tunewell.data.rows.conversation import Rejected, is_list, is_object
 from tunewell.data.rows.json_rows import parse_values, text_of
 from tunewell.data.sources.arrow import table_rows
-from tunewell.data.sources.base import ReadOptions, SourceFile
+from tunewell.data.sources.base import ReadOptions, SourceFile, require_unique_columns
 from tunewell.data.sources.lines import TooLong, numbered_lines, read_lines, read_utf8
 
 MAX_JSON_BYTES = 512 << 20
@@ -210,16 +210,12 @@ def _csv_head(file: SourceFile, lines: _CsvLines, options: ReadOptions) -> tuple
     if not any(names):
         what = f"the first line of `{file.name}` names no columns" if head.strip() else f"`{file.name}` is empty"
         raise UserError(what, fix=_NAME_COLUMNS)
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            f"`{file.name}` has {names.count(twice)} columns named `{twice}`",
-            where=f"the first line is {head.strip()[:80]!r}",
-            fix="rename or delete one of them in the first line",
-        )
+    shown = f"the first line is {head.strip()[:80]!r}"
+    require_unique_columns(names, f"`{file.name}`", shown)
     if names.count("") > 1:
         raise UserError(
             f"the first line of `{file.name}` has {names.count('')} columns without a name",
-            where=f"the first line is {head.strip()[:80]!r}",
+            where=shown,
             fix="name them, or delete the rows above the header if the first line is a title",
         )
     return reader, names

@@ -8,11 +8,10 @@ import hashlib
 import json
 import re
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -24,6 +23,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.text import shorten
 from tunewell.data.rows.conversation import REASONING_KEYS, Message, is_list
 from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
+from tunewell.data.trial import find_problem
 
 
 class _NotPlain(Exception):
@@ -100,7 +100,11 @@ def plain_data(value: Any) -> Any:
 
 _SHOWN_CHARS = 500
 BUILTIN_NAMES = ("chatml", "zephyr", "llama3", "gemma", "alpaca", "instruct", "human-assistant")
-SIZE_LIMIT_CHARS = 4_000_000
+_MAX_CHARS = 4_000_000
+"""Maximum size of a rendered text, plus four times the conversation."""
+_TRIAL_SECONDS = 2
+_TRIED: dict[str, str] = {}
+"""The problems of the templates that this process has tried, by their hash; empty for harmless ones."""
 
 _PROBE_TOOLS: list[dict[str, Any]] = [
     {
@@ -108,6 +112,12 @@ _PROBE_TOOLS: list[dict[str, Any]] = [
         "function": {"name": "x", "description": "x", "parameters": {"type": "object", "properties": {}}},
     }
 ]
+_PROBE_TURNS = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
+_PROBES = (
+    *((_PROBE_TURNS, True), (_PROBE_TURNS[1:], True)),
+    *((_PROBE_TURNS[1:2], True), (_PROBE_TURNS[1:], False)),
+)
+"""Short conversations, and whether a generation prompt is added."""
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 """Errors that a template expression can raise in addition to those of Jinja."""
@@ -116,8 +126,8 @@ _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, Arithmet
 class ChatTemplate:
     """A compiled template with its special tokens, arguments and date.
 
-    `strftime_now` always returns midnight of `date`. A rendering may take `time_limit_seconds` of processor time, and a
-    text may have `size_limit_chars` plus four times the input. Threads that use a template take turns.
+    `strftime_now` always returns midnight of `date`. Before its first rendering in this process, a template renders
+    short conversations in a child process with limits on time and memory, unless it has done so before.
     """
 
     def __init__(
@@ -128,15 +138,12 @@ class ChatTemplate:
         name: str = "model",
         date: str = "2025-01-01",
         arguments: Mapping[str, Any] = MappingProxyType({}),
-        time_limit_seconds: float = 1.0,
-        size_limit_chars: int = SIZE_LIMIT_CHARS,
     ) -> None:
         self.name = name
         self.source = source
         self.date = date
         self._asks = False
         self._end = ""
-        self._limits = (time_limit_seconds, size_limit_chars)
         if reserved := [key for key in arguments if key in _RESERVED]:
             raise UserError(
                 f"`{reserved[0]}` cannot be a template argument: the conversation uses this name",
@@ -144,13 +151,16 @@ class ChatTemplate:
             )
         self._special_tokens = dict(special_tokens)
         self._arguments = plain_data(dict(arguments))
-        self._sandbox, self._lock = TemplateSandbox(_midnight(date)), threading.Lock()
+        self._sandbox = TemplateSandbox(_midnight(date))
         try:
             constants = {**self._sandbox.globals, "documents": None, **special_tokens, **self._arguments}
             self._template = self._sandbox.compile_template(source, constants)
-            parsed = self._sandbox.parse(source)  # compiling has changed the syntax tree
+            parsed = self._sandbox.parse(source)
             self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
-            self.variables = frozenset(meta.find_undeclared_variables(parsed))
+            tracker = meta.TrackingCodeGenerator(self._sandbox)
+            tracker.optimizer = None  # it would evaluate expressions
+            tracker.visit(parsed)
+            self.variables = frozenset(tracker.undeclared_identifiers)
             """Undeclared variables of the template: `messages`, `bos_token` and others."""
         except TemplateSyntaxError as error:
             raise TemplateFailed(f"line {error.lineno}: {error.message}") from error
@@ -209,18 +219,28 @@ class ChatTemplate:
             messages, tools, size = to_template_data(messages, tools)
             asks = add_generation_prompt or self._asks
             variables = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
-            seconds, chars = self._limits
-            with self._lock:
-                self._sandbox.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
-                text = self._sandbox.render(self._template, variables)
+            self._require_harmless()
+            text = self._sandbox.render(self._template, variables, max_chars=_MAX_CHARS + 4 * size)
             ends = self._end and not asks and messages[-1].get("role") == "assistant"
             return text + self._end if ends and not messages[-1].get("tool_calls") else text
-        except (RecursionError, MemoryError) as error:
+        except RecursionError as error:
             raise TemplateLimit("the template or the conversation is nested too deeply") from error
         except TemplateError as error:
             raise TemplateFailed(shorten(str(error.message), _SHOWN_CHARS)) from error
         except _TEMPLATE_ERRORS as error:
             raise TemplateFailed(shorten(f"{type(error).__name__}: {error}", _SHOWN_CHARS)) from error
+
+    def _require_harmless(self) -> None:
+        """Try the template in a child process, unless it is built in; raise TemplateLimit if it exceeds the limits."""
+        if self.sha256 not in _TRIED:
+            is_own = self.source in map(builtin_template, BUILTIN_NAMES)
+            _TRIED[self.sha256] = "" if is_own else self._find_problem()
+        if problem := _TRIED[self.sha256]:
+            raise TemplateLimit(f"the template cannot be used: {problem}")
+
+    def _find_problem(self) -> str:
+        request = [self.source, self._special_tokens, self._arguments]
+        return find_problem(f"{__name__}:find_limit", request, doing="rendering", seconds=_TRIAL_SECONDS)
 
     def try_render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
@@ -260,6 +280,20 @@ class ChatTemplate:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(alone[::-1], before[::-1], strict=False))
         header = "".join(letter for letter, _ in same)[::-1]
         return re.compile(f".*{_spaced(header)}(.*?){_spaced(after)}", re.DOTALL) if after.strip() else None
+
+
+def find_limit(source: str, special_tokens: dict[str, str], arguments: dict[str, Any]) -> str:
+    """Render short conversations, in the child process. Return which limit the template exceeds, or an empty text."""
+    template = ChatTemplate(source, special_tokens=special_tokens, arguments=arguments)
+    _TRIED[template.sha256] = ""
+    for (turns, asks), tools in product(_PROBES, (None, _PROBE_TOOLS)):
+        try:
+            template.render(turns, tools, add_generation_prompt=asks)
+        except TemplateLimit as limit:
+            return limit.reason
+        except TemplateFailed:
+            continue
+    return ""
 
 
 def _spaced(text: str) -> str:
@@ -317,9 +351,7 @@ def required_markers(
 
 def _probe(template: ChatTemplate) -> str:
     """Return renderings of short conversations, or the source of the template if it rejects all of them."""
-    turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
-    probes = ((turns, True), (turns[1:], True), (turns[1:2], True), (turns[1:], False))
-    texts = [template.try_render(part, template.probe_tools, add_generation_prompt=asks) for part, asks in probes]
+    texts = [template.try_render(part, template.probe_tools, add_generation_prompt=asks) for part, asks in _PROBES]
     return "\n".join(text for text in texts if text is not None) or template.source
 
 

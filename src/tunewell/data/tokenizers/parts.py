@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from tunewell.core.files import read_table
+from tunewell.core.files import read_data
 
 # User-defined symbols can also be turn markers. Text of a row must not become a turn marker.
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -35,7 +35,7 @@ def prepend_bos(backend: Tokenizer, bos: str) -> None:
 @cache
 def load_table(name: str) -> dict[str, Any]:
     """Load one of the JSON tables of this package."""
-    return read_table(__file__, f"{name}.json")
+    return read_data(__file__, f"{name}.json")
 
 
 def steps_of(part: Any) -> list[dict[str, Any]]:

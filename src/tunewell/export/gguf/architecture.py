@@ -1,10 +1,8 @@
 """Convert `config.json` to GGUF metadata; reject settings that llama.cpp would compute differently."""
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_data
 
 # Constants of llama.cpp: every fourth layer of SmolLM3 has no RoPE, every sixth layer of Gemma 3 has full attention.
 _NO_ROPE_STEP = 4
@@ -61,7 +60,7 @@ class Settings:
 @cache
 def llama_cpp_facts() -> dict[str, Any]:
     """Return the table of architectures and settings that llama.cpp supports and assumes."""
-    return json.loads(files("tunewell.export.gguf").joinpath("llama_cpp.json").read_text(encoding="utf-8"))
+    return read_data(__file__, "llama_cpp.json")
 
 
 def read_settings(config: dict[str, Any]) -> Settings:

@@ -1,15 +1,14 @@
 """Probe a chat template by rendering marker messages and splitting the text at them; generate test conversations."""
 
 import itertools
-import json
 import random
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Literal
 
+from tunewell.core.files import read_data
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.ollama.layout import ContentSlot, Layout, NoExactLayout, Observation, Render, Roles, Segments
 
@@ -105,7 +104,7 @@ _MAX_MESSAGES = 80
 @cache
 def _contents() -> list[str]:
     """Return contents that templates often change."""
-    return json.loads((files("tunewell.export.ollama") / "awkward_texts.json").read_text(encoding="utf-8"))
+    return read_data(__file__, "awkward_texts.json")
 
 
 def awkward_text(draw: random.Random) -> str:

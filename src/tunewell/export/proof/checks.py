@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import orjson
 import torch
 from tokenizers import Tokenizer
 
-from tunewell.core.files import read_text, sha256_file, sha256_text
+from tunewell.core.files import read_data, read_text, sha256_file, sha256_text
 from tunewell.core.text import shorten
 from tunewell.core.units import count
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
@@ -42,7 +41,7 @@ _SPACE_SYMBOL = "▁"
 @cache
 def bounds() -> dict[str, dict[str, Any]]:
     """Return the allowed differences of logits by artefact and of tensors by number format, with the reasons."""
-    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))
+    return read_data(__file__, "bounds.json")
 
 
 # Files.
@@ -101,7 +100,7 @@ def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str
             f"the chat template renders {short_repr(text[start:])}; training rendered "
             f"{short_repr(probe.text[start:])}; {len(wrong)} of {total} differ"
         )
-    elif proof.model and proof.model.template_sha256 not in (None, sha256_text(source)):
+    elif proof.model.template_sha256 not in (None, sha256_text(source)):
         wrong = [(proof.probes[0], source)]
         message = "the chat template renders the test conversations as in training, but its text differs from the run's"
     return Check(name="template", is_ok=not wrong, words=message)
@@ -278,7 +277,7 @@ def check_settings(path: Path, tokenizer: Any, facts: TrainedFacts, *, config: A
 
 def _tokenizer_problems(path: Path, tokenizer: Any, facts: TrainedFacts) -> list[str]:
     """Compare every part of `tokenizer.json`, the text of the template, and the ids of plain texts with the run's."""
-    found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json"))) if facts.tokenizer else {}
+    found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json")))
     problems = [
         f"the {part} of `tokenizer.json` differ from those of the trained model's tokenizer"
         for part in sorted({*found, *facts.tokenizer})

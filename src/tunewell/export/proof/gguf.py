@@ -61,17 +61,13 @@ _PYTHON_TYPES = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"})
 def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
     """Compare a file with the trained model: its metadata, every tensor, and what llama.cpp computes with it."""
     path, proof, reference = context.folder / artefact.path, context.proof, context.reference
-    file_checks = []
-    window = None
-    if proof.model is not None:
-        settings = read_settings(proof.model.config)
-        window = settings.ignored_window
-        file_checks += [
-            check_gguf_fields(path, settings, proof.model, proof.stop_ids),
-            check_gguf_tensors(path, settings, reference.sketches, reference.rounded, progress=context.progress),
-        ]
-    tokenizer = load_tokenizer(path)
-    file_checks.append(check_template(proof, tokenizer.chat_template, tokenizer.special_tokens))
+    settings, tokenizer = read_settings(proof.model.config), load_tokenizer(path)
+    window = settings.ignored_window
+    file_checks = [
+        check_gguf_fields(path, settings, proof.model, proof.stop_ids),
+        check_gguf_tensors(path, settings, reference.sketches, reference.rounded, progress=context.progress),
+        check_template(proof, tokenizer.chat_template, tokenizer.special_tokens),
+    ]
     # If llama.cpp ignores the sliding window, it computes longer texts differently. The export has a note on this.
     pairs = [
         (probe, logits)

@@ -58,7 +58,7 @@ class Reference:
     logits: list[Logits]
     """Logits of each probe's last positions."""
     sketches: dict[str, Sketch]
-    """Sketch of each tensor after the merge; empty in exports of early versions."""
+    """Sketch of each tensor after the merge."""
     rounded: dict[str, Rows] = field(default_factory=dict)
     """Sketch rows of trained tensors rounded to a GGUF type, by `type/tensor`."""
 
@@ -69,7 +69,7 @@ class Reference:
         save_file(logits | as_arrays(self.sketches) | rounded, path)
 
     @classmethod
-    def load(cls, path: Path, facts: TrainedFacts | None) -> "Reference":
+    def load(cls, path: Path, facts: TrainedFacts) -> "Reference":
         """Read a reference; raise UserError if the file is missing or damaged."""
         try:
             arrays = load_file(path)
@@ -77,7 +77,7 @@ class Reference:
             rounded = {name: rows for name, rows in arrays.items() if name.startswith(_ROUNDED)}
             return cls(
                 logits,
-                from_arrays(arrays, facts.shapes) if facts else {},
+                from_arrays(arrays, facts.shapes),
                 {name.removeprefix(_ROUNDED): rows.astype(np.float64) for name, rows in rounded.items()},
             )
         except FileNotFoundError:
@@ -177,7 +177,6 @@ def complete_proof(
     template: str,
 ) -> Proof:
     """Return a copy of the proof record with the artefacts, notes, licence and file hashes of an export."""
-    assert proof.model is not None
     return proof.model_copy(
         update={
             "artefacts": list(artefacts),

@@ -75,22 +75,18 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, confi
     answers = generate_with_transformers(
         model, [question.ids for question in proof.questions], max_new_tokens=context.answer_tokens, stop_ids=stops
     )
-    checks = [
+    return [
         Check(name="finite", is_ok=True, words="all weights are finite"),
         check_ids(proof, tokenize, library="transformers"),
         check_logits(artefact.name, context.reference.logits, logits),
         check_answers(proof, [answer.ids for answer in answers], is_exact=artefact.precision == "fp32"),
         check_stop(proof, stops, [answer.ended for answer in answers]),
+        check_settings(path, tokenizer, proof.model, config=config, generation=settings),
     ]
-    if proof.model is not None:
-        checks.append(check_settings(path, tokenizer, proof.model, config=config, generation=settings))
-    return checks
 
 
 def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> list[Check]:
     """Compare every weight, including tied weights, with the sketches of the trained model."""
-    if context.proof.model is None:
-        return []
     weights, sketches = text_weights(model), context.reference.sketches
     expected = {**sketches, **{tied: sketches[name] for tied, name in context.proof.model.twins.items()}}
     return [

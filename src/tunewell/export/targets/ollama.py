@@ -14,7 +14,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import link_or_copy, read_text
 from tunewell.core.progress import Progress
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.export.ollama.modelfile import derive_modelfile, derive_template, gguf_adds_bos
+from tunewell.export.ollama.modelfile import derive_modelfile, derive_template
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.checks import check_template
 from tunewell.export.proof.reference import ProofContext
@@ -114,22 +114,16 @@ def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
     rendered = check_template(proof, tokenizer.chat_template, tokenizer.special_tokens)
     if not rendered.is_ok or tokenizer.chat_template is None:
         return rendered
-    source, date = tokenizer.chat_template, proof.date
-    if proof.model is not None:
-        expected, template = derive_modelfile(
-            folder / file,
-            template=source,
-            tokenizer=tokenizer,
-            date=date,
-            config=proof.model.config,
-            license=proof.model.license,
-        )
-        if difference := _first_difference(text, expected):
-            return _failed(f"the Modelfile differs from the one derived from the model: {difference}")
-    else:
-        template = derive_template(source, tokenizer=tokenizer, adds_bos=gguf_adds_bos(folder / file), date=date)
-        if f'TEMPLATE """{template.text}"""\n' not in text:
-            return _failed("the template in the Modelfile differs from the one derived from the model")
+    expected, template = derive_modelfile(
+        folder / file,
+        template=tokenizer.chat_template,
+        tokenizer=tokenizer,
+        date=proof.date,
+        config=proof.model.config,
+        license=proof.model.license,
+    )
+    if difference := _first_difference(text, expected):
+        return _failed(f"the Modelfile differs from the one derived from the model: {difference}")
     message = f"renders {template.num_checked} conversations exactly as the model's own template"
     return Check(name="template", is_ok=True, words=f"{message}; stops at {', '.join(template.stops)}")
 

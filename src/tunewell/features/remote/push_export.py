@@ -71,7 +71,7 @@ def _export_content(folder: Path, run: Path | None) -> PushContent:
         "kind": "export",
         "name": proof.subject,
         "base": proof.base,
-        "license": proof.model.license if proof.model else None,
+        "license": proof.model.license,
         "artefacts": [artefact.name for artefact in proof.artefacts],
     }
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
