@@ -80,16 +80,7 @@ def verdict(profile: Profile) -> str:
     most = f"{percent(seconds / profile.total_seconds, 0)} of the time is {PARTS[name][1] if name in PARTS else name}"
     if profile.source == "run":
         return f"No setting of evaluations, checkpoints or data would make this run 5% faster: {most}."
-    rate = machine_share(profile)
-    at = f"; the run uses {percent(rate, 0)} of this machine's measured matrix rate" if rate is not None else ""
-    return f"No setting that was tried makes this run 5% faster: {most}{at}."
-
-
-def machine_share(profile: Profile) -> float | None:
-    """Return the useful FLOP per second of the run as a share of the measured matrix rate."""
-    if profile.useful_flop is None or profile.ceilings is None:
-        return None
-    return profile.useful_flop / profile.total_seconds / profile.ceilings.matmul_flops
+    return f"No setting that was tried makes this run 5% faster: {most}."
 
 
 PARTS: dict[str, list[str]] = parse_json(read_bytes(Path(__file__).with_name("parts.json")))
@@ -99,8 +90,7 @@ PARTS: dict[str, list[str]] = parse_json(read_bytes(Path(__file__).with_name("pa
 def time_by_part(profile: Profile) -> dict[str, float]:
     """Return the seconds per step of each part; they add up to the whole step.
 
-    On a CPU, the forward and backward passes are divided by the kinds of a trace. On a GPU the kernels count, and the
-    time in which none runs is `idle`.
+    On a GPU the kernels count, and the time in which none runs is `idle`.
     """
     phases, kernels = dict(profile.phases), profile.kernels
     parts: dict[str, float] = {}
@@ -109,17 +99,10 @@ def time_by_part(profile: Profile) -> dict[str, float]:
         parts = {kind: seconds * own / total for kind, seconds in kernels.seconds.items()}
         parts["idle"] = max(0.0, profile.seconds - own)
     else:
-        compute = phases.pop("forward", 0.0) + phases.pop("backward", 0.0)
-        kinds = {kind: value for kind, value in (kernels.seconds if kernels else {}).items() if kind != "optimizer"}
-        total = sum(kinds.values())
-        shares = {kind: value / total for kind, value in kinds.items()} if total else {}
-        parts = {kind: compute * share for kind, share in shares.items()} or {
-            "launch" if profile.is_gpu else "compute": compute
-        }
         parts["log"] = phases.pop("log", 0.0) + phases.pop("health", 0.0)
-        parts |= phases
-        if not phases and not compute:
-            parts = {"steps": profile.seconds}
+        if profile.is_gpu:
+            parts["launch"] = phases.pop("forward", 0.0) + phases.pop("backward", 0.0)
+        parts |= phases if profile.phases else {"steps": profile.seconds}
     parts["evaluation"], parts["checkpoint"] = profile.evaluation_seconds, profile.checkpoint_seconds
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
