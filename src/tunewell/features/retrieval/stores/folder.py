@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class FolderStore:
 
     def __init__(self, folder: Path, manifest: IndexManifest) -> None:
         self.folder = folder
+        self.address = str(folder)
         self.manifest = manifest
         self._data = folder / manifest.generation
         self._check_files()
@@ -99,7 +100,7 @@ class FolderStore:
         return (Path(address).expanduser() / INDEX).is_file()
 
     @classmethod
-    def lock(cls, address: str) -> FolderLock:
+    def lock(cls, address: str) -> AbstractContextManager[object]:
         """Keep other writers away; raise UserError if there is one."""
         folder = Path(address).expanduser()
         if folder.is_file():
@@ -231,7 +232,7 @@ class FolderStore:
                 yield
         except BaseException as error:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of tantivy
-                raise DamagedIndex(str(self.folder), f"{error}"[:200], self.manifest.arguments) from None
+                raise DamagedIndex(self.address, f"{error}"[:200], self.manifest.arguments) from None
             raise
 
     def _open_words(self) -> tuple[Any, Any, Any]:
