@@ -19,8 +19,6 @@ _EVALUATION_SHARE, _CHECKPOINT_SHARE = 0.05, 0.02
 """The share of the time that evaluations and checkpoints may take, for which an interval is chosen."""
 _MIN_SAVE_STEPS = 10
 _NEAR_BEST = 1.03
-_MAX_COPY_SHARE = 0.2
-"""If a copy is not read much faster, the disk is not the cause."""
 _COMPILE_SAVES = 0.3
 """Share of a step that compiled layers save, measured on an H200 (see `training/compile.py`)."""
 
@@ -38,7 +36,6 @@ class Bottleneck:
     """Seconds per step now, evaluations and checkpoints included."""
     after_seconds: float
     """Predicted seconds per step with the setting."""
-    remark: str = ""
 
     @property
     def gain(self) -> float:
@@ -48,9 +45,8 @@ class Bottleneck:
     @property
     def sentence(self) -> str:
         """The verdict: bottleneck, config line, predicted gain."""
-        line = self.remark or f"set `{self.key}: {self.value}`"
         change = f"{duration(self.before_seconds)} to {duration(self.after_seconds)} per step"
-        return f"{self.cause}: {line}. Predicted: {change}, {self.gain:.2f} times as fast."
+        return f"{self.cause}: set `{self.key}: {self.value}`. Predicted: {change}, {self.gain:.2f} times as fast."
 
     def as_json(self) -> dict[str, Any]:
         """Return the bottleneck as `--json` prints it."""
@@ -163,26 +159,13 @@ def _checkpoints(profile: Profile) -> Iterator[Bottleneck]:
 
 
 def _data(profile: Profile) -> Iterator[Bottleneck]:
-    own, reading = profile.phases.get("data", 0.0), profile.reading
-    cause = f"Reading documents takes {_share(profile, own)} of the time"
-    rest = profile.total_seconds - own
-    if reading.copy_seconds is not None and reading.copy_seconds < _MAX_COPY_SHARE * own:
-        times = own / max(reading.copy_seconds, 1e-9)
-        yield Bottleneck(
-            "disk",
-            f"{cause}: the disk of the corpus is slow",
-            "corpus",
-            "FOLDER",
-            profile.total_seconds,
-            rest + reading.copy_seconds,
-            remark=f"set `corpus: FOLDER`, a copy on a faster disk (in memory it is read {times:,.0f} times as fast)",
-        )
-        return
-    if profile.settings.get("train.read_ahead") == "false" and (reading.ahead_seconds or profile.source == "run"):
+    own, ahead = profile.phases.get("data", 0.0), profile.reading.ahead_seconds
+    if profile.settings.get("train.read_ahead") == "false" and (ahead or profile.source == "run"):
         # Without a measurement, one reader takes as long as before.
-        ahead = own if reading.ahead_seconds is None else reading.ahead_seconds
-        hidden = max(profile.seconds - own, ahead) - (profile.seconds - own)
-        yield Bottleneck("data", cause, "train.read_ahead", "true", profile.total_seconds, rest + hidden)
+        hidden = max(profile.seconds - own, own if ahead is None else ahead) - (profile.seconds - own)
+        cause = f"Reading documents takes {_share(profile, own)} of the time"
+        after = profile.total_seconds - own + hidden
+        yield Bottleneck("data", cause, "train.read_ahead", "true", profile.total_seconds, after)
 
 
 def _trial(

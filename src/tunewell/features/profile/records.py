@@ -48,10 +48,8 @@ class Kernels(Record):
 
 
 class ReadTimes(Record):
-    """The time to read the documents of a step in other ways; None if it was not measured."""
+    """The time to read the documents of a step in another way; None if it was not measured."""
 
-    copy_seconds: float | None = None
-    """From a copy of the corpus in memory."""
     ahead_seconds: float | None = None
     """With the threads of `train.read_ahead`."""
 

@@ -19,7 +19,7 @@ from torch.profiler import profile as Trace
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
-from tunewell.data.batches import MicroBatch, Numbers, TokenizedDocuments, make_batch, micro_batches
+from tunewell.data.batches import MicroBatch, Numbers, make_batch, micro_batches
 from tunewell.data.read_ahead import ReadAhead
 from tunewell.features.profile.finished import make_profile, mean_phases, rare_work
 from tunewell.features.profile.kernels import sum_kernels
@@ -102,10 +102,8 @@ class _Counter:
         return {"evaluation": evaluation, "checkpoint": checkpoint}
 
 
-def profile_steps(
-    run: Run, num_steps: int, *, device_label: str, copy: Callable[[], Any], keeps_waits: bool = False
-) -> Profile:
-    """Take steps and return their profile. `copy` returns the documents from a copy of the corpus, or None.
+def profile_steps(run: Run, num_steps: int, *, device_label: str, keeps_waits: bool = False) -> Profile:
+    """Take steps and return their profile.
 
     The time that other programs use the processor is left out, unless `keeps_waits`.
 
@@ -147,12 +145,11 @@ def profile_steps(
             "train.threads": plan.threads.value,
             "train.micro_batch_tokens": plan.micro_batch_tokens.value,
             "train.recompute": run.config.train.recompute,
-            "corpus": run.config.corpus,
         },
     )
     found: dict[str, Any] = {}
     if phases.get("data", 0.0) > _MIN_DATA_SHARE * profile.seconds:
-        found["reading"] = _measure_reading(run, documents, copy)
+        found["reading"] = ReadTimes(ahead_seconds=_read_ahead(run, documents))
     if (slowed := phases.get(PROCESSOR, 0.0)) >= _MIN_SLOWED * profile.seconds:
         times = f"{(profile.seconds + slowed) / profile.seconds:.1f} times as long"
         found["notes"] = [f"other programs use the processor: a step took {times}; their time is left out"]
@@ -279,16 +276,11 @@ def _synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize()
 
 
-def _measure_reading(run: Run, documents: Numbers, copy: Callable[[], TokenizedDocuments | None]) -> ReadTimes:
-    """Read the documents of a step from a copy of the corpus, and with several threads."""
-    ahead, copied = ReadAhead(run.documents), copy()
+def _read_ahead(run: Run, documents: Numbers) -> float:
+    """Return the seconds in which several threads read the documents of a step."""
+    ahead = ReadAhead(run.documents)
     started = time.perf_counter()
     ahead.request(documents)
     for document in documents:
         ahead.arrays(int(document))
-    ahead_seconds = time.perf_counter() - started
-    if copied is None:
-        return ReadTimes(ahead_seconds=ahead_seconds)
-    started = time.perf_counter()
-    make_batch(copied, documents)
-    return ReadTimes(copy_seconds=time.perf_counter() - started, ahead_seconds=ahead_seconds)
+    return time.perf_counter() - started
