@@ -24,7 +24,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 TESTS = Path(__file__).resolve().parents[1]
-_HELPERS = ("data", "export", "faults", "features/serve", "hardening", "training")
+_HELPERS = ("data", "export", "faults", "features/retrieval", "features/serve", "hardening", "training")
 sys.path[:0] = [str(TESTS), *(str(TESTS / name) for name in _HELPERS)]
 
 from scenes import Outcome, Scenes  # noqa: E402
