@@ -89,7 +89,7 @@ def notebook(
     cells = written["cells"] = [cell for cell in written["cells"] if cell["metadata"].pop("if", None) in wanted]
     by_id = {cell["id"]: cell for cell in cells}
     by_id["settings"]["source"] = f"SETTINGS = {pprint.pformat(settings, width=100, sort_dicts=False)}"
-    by_id["config"]["source"] += portable.text.rstrip("\n").splitlines(keepends=True)
+    by_id["config"]["source"] += portable.text.rstrip("\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
     return NotebookResult(path, Path(str(loaded.file)), len(cells), data, portable.files, installs, notes)
