@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +169,7 @@ def _open_copy(
         try:
             if not data.is_dir():
                 _copy(connection, database, manifest, data)
-            store = kind(folder, manifest)
-            store._open_words()  # files that are open stay readable after a newer copy has replaced them
-            if store._is_clustered():
-                store._open_clusters()
-            return store
+            return kind(folder, manifest)
         except (OSError, ValueError) as error:
             shutil.rmtree(data, ignore_errors=True)
             if is_last:
@@ -184,9 +180,7 @@ def _open_copy(
 def _copy(connection: Any, database: DatabaseAddress, manifest: IndexManifest, data: Path) -> None:
     staged = data.with_name(f".staged-{secrets.token_hex(4)}")
     query = "SELECT file, data FROM tunewell.files WHERE name = %s AND generation = %s ORDER BY file, part"
-    undo = ExitStack()
-    undo.callback(shutil.rmtree, staged, ignore_errors=True)
-    with undo, disk_full_as_user_error(data.parent, lambda: sum(record.bytes for record in manifest.files.values())):
+    with disk_full_as_user_error(data.parent, lambda: sum(record.bytes for record in manifest.files.values())):
         for name in manifest.files:
             (staged / name).parent.mkdir(parents=True, exist_ok=True)
             (staged / name).touch()
@@ -194,8 +188,7 @@ def _copy(connection: Any, database: DatabaseAddress, manifest: IndexManifest, d
             if name in manifest.files:
                 with open_file(staged / name, "ab") as file:
                     file.write(part)
-        if not data.is_dir():  # else another process was faster
-            staged.rename(data)
+    staged.rename(data)
     copies = sorted(data.parent.glob("data-*"), key=lambda copy: copy.stat().st_mtime)
     for old in copies[:-_KEPT_COPIES]:
         shutil.rmtree(old, ignore_errors=True)
