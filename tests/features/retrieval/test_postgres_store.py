@@ -1,8 +1,6 @@
 """An index in PostgreSQL: the same results as in a folder, and the old index after every failure."""
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -73,7 +71,7 @@ def test_an_index_in_postgres_equals_the_folder(server, tmp_path):
         assert two.search_words([], 5) == two.search_words(["nothing"], 5) == []
         two.close()
         change(docs)
-    assert len(server.generations("equal")) == 1
+    assert len(server.schemas("equal")) == 1
 
 
 def test_a_second_writer_is_refused_and_named(server, tmp_path):
@@ -102,6 +100,7 @@ def test_a_reader_keeps_its_content_and_its_connection(server, tmp_path):
     before = reader.search("code word of page 3", 3)
     change(docs)
     build_index([str(docs)], address, ToyEmbedder())
+    assert len(server.schemas("read")) == 2
     assert reader.search("code word of page 3", 3) == before
     server.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'tunewell%'")
     assert reader.search("code word of page 3", 3) == before
@@ -109,7 +108,7 @@ def test_a_reader_keeps_its_content_and_its_connection(server, tmp_path):
         store.set_settings(store.manifest.settings)
     store.close()
     build_index([str(docs)], address, ToyEmbedder())
-    assert len(server.generations("read")) == 1
+    assert len(server.schemas("read")) == 1
     new = open_store(address)
     settings = new.manifest.settings
     new.set_settings(settings.model_copy(update={"refusal": replace(settings.refusal, value=[1.0])}))
@@ -176,7 +175,7 @@ def stopped_everywhere(server: PostgresServer, tmp_path: Path, *, step: int, kil
         build_index([str(docs)], address, again)
         assert found in (old, content_of(address)), at
         assert not set(again.computed) & set(embedder.computed)
-        assert len(server.generations(f"stop-{at}")) == 1
+        assert len(server.schemas(f"stop-{at}")) == 1
         states.append(found == old)
         if code == 0:
             assert states[0] and not states[-1]
@@ -197,21 +196,21 @@ def test_an_update_that_is_killed_at_any_statement_leaves_an_index(server, tmp_p
 
 
 def test_a_server_that_crashes_in_the_middle_leaves_the_old_index(server, tmp_path):
-    """The connection breaks while the files are written."""
+    """The connection breaks while the passages are written."""
     docs, address = write_pages(tmp_path / "docs", 6), server.address("crash")
     build_index([str(docs)], address, ToyEmbedder())
     old = content_of(address)
     change(docs)
     embedder = ToyEmbedder()
     with pytest.MonkeyPatch.context() as patched:
-        original = postgres._parts
+        original = postgres._copy
 
-        def parts(path: Path) -> Iterator[bytes]:
-            if path.name == "vectors.npy":
+        def copy(connection: Any, table: str, rows: Any) -> None:
+            if table == "postings":
                 server.stop()
-            return original(path)
+            original(connection, table, rows)
 
-        patched.setattr(postgres, "_parts", parts)
+        patched.setattr(postgres, "_copy", copy)
         with pytest.raises(UserError, match="connection to the database was lost") as caught:
             build_index([str(docs)], address, embedder)
     assert "old index is unchanged" in (caught.value.fix or "")
@@ -227,58 +226,32 @@ def test_a_server_that_crashes_in_the_middle_leaves_the_old_index(server, tmp_pa
 
 
 def test_problems_of_the_database_are_said_plainly(server, tmp_path):
-    """No index, no rights, a full disk, a wrong name, lost files."""
+    """No index, no rights, no pgvector, a full disk, a wrong name, a wrong address."""
     docs = write_pages(tmp_path / "docs", 2)
     server.execute("CREATE DATABASE plain", "CREATE ROLE guest LOGIN")
     with pytest.raises(UserError, match="there is no index in"):
         open_store(server.address("nothing"))
-    with pytest.raises(UserError, match="refuses") as caught:
-        build_index([str(docs)], server.address(database="plain", user="guest"), ToyEmbedder())
+    guest = server.address(database="plain", user="guest")
+    with pytest.raises(UserError, match=r"refuses|not switched on") as caught:
+        build_index([str(docs)], guest, ToyEmbedder())
     assert "ask" in (caught.value.fix or "")
     with pytest.raises(UserError, match="letters, digits"):
         open_store(server.address("a b'c"))
+    server.execute("ALTER DATABASE plain SET extension_control_path = '/nowhere'")
+    with pytest.raises(UserError, match="does not have the extension pgvector"):
+        build_index([str(docs)], server.address(database="plain"), ToyEmbedder())
     address = server.address("full")
     with pytest.MonkeyPatch.context() as patched:
         full = "DO $$ BEGIN RAISE EXCEPTION 'could not extend file' USING ERRCODE = '53100'; END $$"
-        patched.setattr(postgres, "_SETUP", full)
+        patched.setattr(postgres, "_TABLES", full)
         with pytest.raises(UserError, match="disk of the database server is full"):
             build_index([str(docs)], address, ToyEmbedder())
     with pytest.raises(UserError, match="there is no index in"):
         open_store(address)
     build_index([str(docs)], address, ToyEmbedder())
-    clear_copies()
-    server.execute("DELETE FROM tunewell.files WHERE name = 'full' AND file = 'keys.bin'")
-    with pytest.raises(UserError, match="is damaged") as caught:
-        open_store(address)
-    assert "keys.bin has 0 bytes" in (caught.value.where or "") and "#full" in (caught.value.fix or "")
-
-
-def clear_copies() -> None:
-    shutil.rmtree(Path(os.environ["TUNEWELL_CACHE"], "index-copies"))
-
-
-def test_a_damaged_copy_is_made_again(server, tmp_path):
-    """The copy is only a cache: the database has the index."""
-    docs, address = write_pages(tmp_path / "docs", 3), server.address("copy")
-    build_index([str(docs)], address, ToyEmbedder())
-    before = content_of(address)
-    [copy] = Path(os.environ["TUNEWELL_CACHE"], "index-copies").glob("*/data-*/vectors.npy")
-    copy.write_bytes(b"damaged")
-    assert content_of(address) == before
-    clear_copies()
-    assert content_of(address) == before
-
-
-@pytest.mark.parametrize("change", [{"generation": "../../evil"}, {"files": {"../evil": {"bytes": 1, "sha256": ""}}}])
-def test_a_database_cannot_write_outside_of_the_cache(server, tmp_path, change):
-    """Everybody who may write the database could replace files of everybody who reads it."""
-    docs, address = write_pages(tmp_path / "docs", 2), server.address("evil")
-    build_index([str(docs)], address, ToyEmbedder())
-    [(text,)] = server.execute("SELECT manifest FROM tunewell.folders WHERE name = 'evil'")
-    manifest = json.dumps(json.loads(text) | change).replace("'", "''")
-    server.execute(f"UPDATE tunewell.folders SET manifest = '{manifest}' WHERE name = 'evil'")
-    with pytest.raises(UserError, match="is damaged"):
-        open_store(address)
+    server.execute(f'DROP TABLE "{server.schemas("full")[0]}".passages')
+    with pytest.raises(UserError, match="damaged or was replaced"):
+        open_store(address).passages([0])
 
 
 SECRET = "Tr0ub4dor-and-3"
@@ -316,11 +289,33 @@ def test_the_password_is_in_no_file_and_on_no_screen(server, tmp_path):
         assert done.returncode == 0, done.stderr
         assert SECRET not in done.stdout + done.stderr
         assert "#secret" in done.stdout
-    (manifest,) = server.execute("SELECT manifest FROM tunewell.folders WHERE name = 'secret'")
+    (manifest,) = server.execute("SELECT manifest FROM tunewell.indexes WHERE name = 'secret'")
     assert SECRET not in manifest[0]
     found = subprocess.run(["grep", "-r", SECRET, str(tmp_path), str(cache)], capture_output=True)
     assert found.stdout == b""
     assert list((cache / "index").iterdir()) == []
+
+
+def test_a_large_index_is_searched_with_hnsw(server, tmp_path, monkeypatch):
+    """Above a size; more results than the index keeps candidates are searched exactly."""
+    monkeypatch.setattr(postgres, "EXACT_PASSAGES", 200)
+    docs, address = write_pages(tmp_path / "docs", 1), server.address("large")
+    text = "\n".join(f"entry {number},w{number * 7919 % 1009} w{number * 31 % 97}" for number in range(600))
+    (docs / "rows.csv").write_text(f"name,text\n{text}")
+    build_index([str(docs)], address, ToyEmbedder())
+    (schema,) = server.schemas("large")
+    kinds = server.execute(f"SELECT indexdef FROM pg_indexes WHERE schemaname = '{schema}' AND tablename = 'vectors'")
+    assert any("hnsw" in kind for (kind,) in kinds)
+    store = open_store(address)
+    vectors = store.vectors(range(601))
+    shares = []
+    for number in range(0, 600, 40):
+        exact = np.argsort(-(vectors @ vectors[number]), kind="stable")[:10]
+        scores = vectors[exact] @ vectors[number]
+        found = [score for _, score in store.search_vectors(vectors[number], 10)]
+        shares.append(np.mean(np.asarray(found) >= scores[-1] - 1e-5))
+    assert np.mean(shares) >= 0.95
+    assert len(store.search_vectors(vectors[0], 10_000)) == 601
 
 
 def test_the_work_folder_is_found_again(server, tmp_path, monkeypatch):

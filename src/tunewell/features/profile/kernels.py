@@ -20,7 +20,7 @@ def sum_kernels(averages: Iterable[Any], num_steps: int) -> Kernels:
     """Return the time of the kernels per step. `averages` is `key_averages()` of the profiler."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for event in averages:
-        if event.device_type.name != "CPU":
+        if event.device_type.name != "CPU" and not event.is_user_annotation:  # those contain kernels that count
             kind = next((kind for kind, names in _KINDS.items() if re.search(names, event.key, re.I)), "pointwise")
             seconds[kind] += event.self_device_time_total / 1e6 / num_steps
     return Kernels(seconds=dict(sorted(seconds.items())), busy_seconds=sum(seconds.values()))

@@ -142,7 +142,7 @@ STORES = Registry(
         ),
         Entry(
             "postgresql",
-            "A PostgreSQL database: `postgresql://USER@HOST/DATABASE#NAME`.",
+            "A PostgreSQL database with pgvector: `postgresql://USER@HOST/DATABASE#NAME`.",
             "tunewell.features.retrieval.stores.postgres:PostgresStore",
         ),
     ],

@@ -18,7 +18,7 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,6 @@ class FolderStore:
 
     def __init__(self, folder: Path, manifest: IndexManifest) -> None:
         self.folder = folder
-        self.address = str(folder)
         self.manifest = manifest
         self._data = folder / manifest.generation
         self._check_files()
@@ -99,7 +98,7 @@ class FolderStore:
         return (Path(address).expanduser() / INDEX).is_file()
 
     @classmethod
-    def lock(cls, address: str) -> AbstractContextManager[object]:
+    def lock(cls, address: str) -> FolderLock:
         """Keep other writers away; raise UserError if there is one."""
         folder = Path(address).expanduser()
         if folder.is_file():
@@ -230,7 +229,7 @@ class FolderStore:
             yield
         except BaseException as error:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of tantivy
-                raise DamagedIndex(self.address, f"{error}"[:200], self.manifest.arguments) from None
+                raise DamagedIndex(str(self.folder), f"{error}"[:200], self.manifest.arguments) from None
             raise
 
     def _open_words(self) -> tuple[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""Connections to a PostgreSQL database: addresses without passwords, locks, plain errors."""
+"""Connections to a PostgreSQL database: addresses without passwords, locks, the extension pgvector, plain errors."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
+from tunewell.features.retrieval.records import IndexManifest
 from tunewell.features.retrieval.stores.base import shown_address
 
 _DEFAULT_NAME = "default"
@@ -30,6 +31,10 @@ class DatabaseAddress:
                 where=self.shown,
                 fix="change the name at the end of the address: `postgresql://USER@HOST/DATABASE#NAME`",
             )
+
+    def schema(self, manifest: IndexManifest) -> str:
+        """Return the schema with the content of a generation."""
+        return f"tunewell {self.name} {manifest.generation}"
 
 
 def psycopg_module() -> Any:
@@ -121,3 +126,31 @@ def lock_writer(connection: Any, address: DatabaseAddress) -> None:
         where=f"{address.shown}: {owner[0]}, since {owner[1]}" if owner else address.shown,
         fix="wait until that process ends, or stop it",
     )
+
+
+def pgvector_schema(connection: Any) -> str | None:
+    query = "SELECT nspname FROM pg_extension JOIN pg_namespace n ON extnamespace = n.oid WHERE extname = 'vector'"
+    row = connection.execute(query).fetchone()
+    return row[0] if row else None
+
+
+def require_pgvector(connection: Any, address: DatabaseAddress) -> str:
+    """Return the schema of the extension, which is created if it is installed; raise UserError if it is not."""
+    if (schema := pgvector_schema(connection)) is not None:
+        return schema
+    available = connection.execute("SELECT 1 FROM pg_available_extensions WHERE name = 'vector'").fetchone()
+    if available is None:
+        raise UserError(
+            "the PostgreSQL server does not have the extension pgvector",
+            where=address.shown,
+            fix="install it on the server (package `postgresql-NN-pgvector`), or use a folder",
+        )
+    try:
+        connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
+    except psycopg_module().errors.InsufficientPrivilege as error:
+        raise UserError(
+            "pgvector is installed on the server, but not switched on in this database",
+            where=address.shown,
+            fix="ask an administrator to run `CREATE EXTENSION vector` in it",
+        ) from error
+    return pgvector_schema(connection) or "public"
