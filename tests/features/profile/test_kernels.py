@@ -8,8 +8,13 @@ import pytest
 from tunewell.features.profile.kernels import sum_kernels
 
 
-def _average(key: str, seconds: float, device: str = "CUDA") -> Any:
-    return SimpleNamespace(key=key, self_device_time_total=seconds * 1e6, device_type=SimpleNamespace(name=device))
+def _average(key: str, seconds: float, device: str = "CUDA", *, is_annotation: bool = False) -> Any:
+    return SimpleNamespace(
+        key=key,
+        self_device_time_total=seconds * 1e6,
+        device_type=SimpleNamespace(name=device),
+        is_user_annotation=is_annotation,
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,7 @@ def test_kernels_are_added_up_per_step_without_operators_of_the_host() -> None:
         _average("gemm_a", 4.0),
         _average("gemm_b", 2.0),
         _average("add", 1.0),
+        _average("ProfilerStep*", 9.0, is_annotation=True),
     ]
     found = sum_kernels(averages, 2)
     assert found.seconds == {"matmul": 3.0, "pointwise": 0.5} and found.busy_seconds == 3.5
