@@ -27,7 +27,6 @@ BASE = {
 }
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     # name of the bottleneck -> the setting or fault that plants it, and the key that must be named
-    "disk": ("slow@read:seconds=0.02,folder={folder}", {}, "corpus"),
     "data": ("slow@read:seconds=0.01", {}, "train.read_ahead"),
     "checkpoint": ("", {"checkpoints": {"every_steps": 1}, "train": {"batch_tokens": 128}}, "checkpoints.every_steps"),
     "threads": ("", {"train": {"threads": 32}}, "train.threads"),

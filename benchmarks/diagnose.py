@@ -133,7 +133,7 @@ def leave_one_class_out(rows: Sequence[Row]) -> None:
             continue
         others = {name: failure for name, failure in classes.items() if name != own.id}
         ranking.load_classes = similarity.load_classes = lambda others=others: others
-        similarity.index_classes.cache_clear()
+        similarity._bags.cache_clear()
         findings = diagnose_text(row["evidence"]).findings
         counts["rows"] += 1
         if not findings or findings[0].id == UNKNOWN or findings[0].confidence < LIKELY:
@@ -141,7 +141,7 @@ def leave_one_class_out(rows: Sequence[Row]) -> None:
         is_related = findings[0].id in own.explains or own.id in classes[findings[0].id].explains
         counts["related" if is_related else "wrong"] += 1
     ranking.load_classes = similarity.load_classes = load_classes
-    similarity.index_classes.cache_clear()
+    similarity._bags.cache_clear()
     related = f"and {counts['related']} a more general one or a consequence"
     print(f"\nleave one class out: {counts['wrong']} of {counts['rows']} get a confident wrong name, {related}")
 

@@ -343,6 +343,10 @@ def _hostile_server(case: dict[str, Any]) -> Any:
                 connection.sendall(payload(case["send"]))
                 if is_over.wait(case.get("pause", 0)):
                     return
+            # A server that closes before it has read the whole request resets the connection.
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 20):
+                pass
 
     def serve() -> None:
         while not is_over.is_set():

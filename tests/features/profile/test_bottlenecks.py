@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from tunewell.features.profile.bottlenecks import ProfileResult, covered_share, find_bottlenecks, time_by_part, verdict
-from tunewell.features.profile.records import Ceilings, Kernels, Profile, Rare, ReadTimes, TriedSetting
+from tunewell.features.profile.records import Kernels, Profile, Rare, ReadTimes, TriedSetting
 from tunewell.features.profile.screen import profile_screen
 
 RECORDED = Path(__file__).parent / "profiles"
 KEYS = {
     "checkpoint": "checkpoints.every_steps",
     "data": "train.read_ahead",
-    "disk": "corpus",
     "evaluation": "evaluate.every_steps",
     "micro-batch": "train.micro_batch_tokens",
     "threads": "train.threads",
@@ -74,10 +73,8 @@ def _profile(**values: Any) -> Profile:
 
 
 def test_a_run_without_a_bottleneck_says_so() -> None:
-    ceilings = Ceilings(matmul_flops=1e11, bytes_per_second=1e10)
-    told = verdict(_profile(ceilings=ceilings, useful_flop=5e9, trials=[_trial("train.threads", 1, 1.8)]))
-    assert told.startswith("No setting that was tried makes this run 5% faster")
-    assert "50% of this machine's measured matrix rate" in told
+    told = verdict(_profile(trials=[_trial("train.threads", 1, 1.8)]))
+    assert told == "No setting that was tried makes this run 5% faster: 60% of the time is the backward pass."
 
 
 def _trial(key: str, value: int, ratio: float) -> TriedSetting:
@@ -101,23 +98,31 @@ def test_rare_evaluations_are_spread_over_the_run() -> None:
     assert found.after_seconds == pytest.approx(0.1 + 2 * 2.0 / 100)
 
 
-def test_a_disk_is_only_to_blame_if_a_copy_is_faster() -> None:
-    slow = {"data": 0.2, "forward": 0.1}
-    disk = _profile(phases=slow, seconds=0.3, reading=ReadTimes(copy_seconds=0.002, ahead_seconds=0.05))
-    reader = _profile(phases=slow, seconds=0.3, reading=ReadTimes(copy_seconds=0.19, ahead_seconds=0.05))
-    assert [found.key for found in find_bottlenecks(disk)] == ["corpus"]
-    assert [found.key for found in find_bottlenecks(reader)] == ["train.read_ahead"]
-    assert find_bottlenecks(reader)[0].after_seconds == pytest.approx(0.1)
+def test_several_readers_hide_behind_the_rest_of_a_step() -> None:
+    profile = _profile(phases={"data": 0.2, "forward": 0.1}, seconds=0.3, reading=ReadTimes(ahead_seconds=0.05))
+    [found] = find_bottlenecks(profile)
+    assert (found.key, found.after_seconds) == ("train.read_ahead", pytest.approx(0.1))
+    assert find_bottlenecks(_profile(phases={"data": 0.2, "forward": 0.1}, seconds=0.3)) == []
 
 
 def test_the_kernels_of_a_gpu_and_its_idle_time_add_up() -> None:
     kinds = {"matmul": 0.03, "attention": 0.01, "optimizer": 0.02}
-    kernels = Kernels(seconds=kinds, busy_seconds=0.06, wall_seconds=0.2)
+    kernels = Kernels(seconds=kinds, busy_seconds=0.06)
     profile = _profile(is_gpu=True, device="a GPU", kernels=kernels, compile="off")
     parts = time_by_part(profile)
     assert parts["idle"] == pytest.approx(0.04) and parts["matmul"] == pytest.approx(0.03)
     assert sum(parts.values()) == pytest.approx(profile.total_seconds)
     assert find_bottlenecks(profile)[0].key == "train.compile"
+
+
+@pytest.mark.parametrize("source", ["steps", "run"])
+def test_the_phases_of_a_gpu_without_a_trace_add_up(source: str) -> None:
+    """A finished run has no trace: its passes are the time of launching kernels."""
+    profile = _profile(is_gpu=True, source=source, seconds=0.1)
+    assert time_by_part(profile)["launch"] == pytest.approx(0.09)
+    assert sum(time_by_part(profile).values()) == pytest.approx(profile.total_seconds)
+    old = _profile(is_gpu=True, source=source, phases={})
+    assert time_by_part(old) == {"steps": 0.1}
 
 
 @pytest.mark.parametrize("columns", [60, 120])

@@ -51,7 +51,6 @@ def test_the_child_measures_steps_and_their_parts_add_up(project: Path) -> None:
     assert {"data", "forward", "backward", "optimizer", "log"} <= profile.phases.keys()
     assert not {"evaluate", "save", "processor"} & profile.phases.keys()
     assert sum(time_by_part(profile).values()) == pytest.approx(profile.total_seconds)
-    assert {"matmul", "attention", "head", "pointwise"} <= time_by_part(profile).keys()
     covered = covered_share(profile)
     assert covered is not None and 0 < covered <= 1
     # One evaluation before the first step, then every third.
@@ -59,9 +58,7 @@ def test_the_child_measures_steps_and_their_parts_add_up(project: Path) -> None:
     assert profile.checkpoint is not None and profile.checkpoint.number == 14
     assert profile.evaluation.number_measured >= 2 and profile.checkpoint.number_measured >= 2
     assert "train.micro_batch_tokens" in {trial.key for trial in profile.trials}
-    assert profile.ceilings is not None and profile.ceilings.matmul_flops > 1e8
-    # Tiny weights: matrix products of the linear layers are most of the FLOP, six for each weight and token.
-    assert profile.useful_flop == pytest.approx(6 * 4 * (4 * 32 * 32 + 3 * 32 * 96) * profile.tokens, rel=0.6)
+    assert profile.kernels is None and profile.compute_seconds
     assert profile.micro_batches and profile.micro_batches > 2
     assert "evaluation" in {found.name for found in find_bottlenecks(profile)}
     assert not (project / "run").exists()

@@ -16,7 +16,7 @@ from typing import Any, cast
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, parse_json, read_text
 from tunewell.core.units import count, percent
-from tunewell.features.diagnose.config_versions import Versions, version_hints, wrong_keys
+from tunewell.features.diagnose.config_versions import Versions, check_keys
 from tunewell.features.diagnose.reading import Reading
 
 _KEYS_FILE = Path(__file__).with_name("config_keys.txt")
@@ -72,11 +72,13 @@ def lint(text: str, reading: Reading, versions: Versions) -> list[str]:
     `versions` are the releases of libraries for which keys are checked.
     """
     lines = text.split("\n")
-    for wrong in wrong_keys(text, versions):
+    remarks = list(check_keys(text, versions))
+    for wrong in remarks:
         line = " ".join(lines[wrong.line - 1].split())
         start = max(0, line.find(wrong.key) - _BEFORE_KEY)
         shown = f"{'... ' if start else ''}{line[start : start + 300]}"
-        reading.add_fact(f"config:{wrong.fact}", wrong.line, shown, wrong.note)
+        if wrong.fact:
+            reading.add_fact(f"config:{wrong.fact}", wrong.line, shown, wrong.note)
     keys = read_keys(lines)
     known = sorted(keys.keys() & set(read_text(_KEYS_FILE).split()))
     is_call = re.search(r"\b(?:SFTConfig|TrainingArguments|LoraConfig|DPOConfig|GRPOConfig)\(", text) is not None
@@ -88,7 +90,7 @@ def lint(text: str, reading: Reading, versions: Versions) -> list[str]:
             reading.add_fact(f"config:{fact}", line, " ".join(lines[line - 1].split())[:300])
     if not reading.errors:
         reading.config = known
-    return version_hints(text, versions)
+    return list(dict.fromkeys(remark.note for remark in remarks if not remark.fact))
 
 
 def lint_lengths(text: str, rows: Path, reading: Reading) -> None:

@@ -12,7 +12,7 @@ import difflib
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,40 +56,23 @@ class KeyTable:
     last: Release
     keys: dict[str, tuple[Release, Release]]
 
-    def has(self, key: str, release: Release | None) -> bool:
-        """Return whether a release knows a key; without a release, whether any does."""
-        first, last = self.keys.get(key, (self.last, self.first))
-        return first <= (min(max(release, self.first), self.last) if release else first) <= last
+    def known(self, release: Release | None) -> list[str]:
+        """Return the keys that a release knows; without a release, all."""
+        if release is None:
+            return list(self.keys)
+        at = min(max(release, self.first), self.last)
+        return [key for key, (first, last) in self.keys.items() if first <= at <= last]
 
 
 @dataclass(frozen=True)
-class UsedKey:
-    """A key in a text, with the configs to which it may belong."""
-
-    name: str
-    line: int
-    tables: list[KeyTable]
-    is_argument: bool
-    """Whether it is an argument of a Python call."""
-
-    def known(self, versions: Versions) -> list[str]:
-        """Return the keys that the releases know."""
-        return [key for table in self.tables for key in table.keys if table.has(key, versions.get(table.library))]
-
-    def instead(self, versions: Versions, *, cutoff: float = 0.8) -> str | None:
-        """Return the known key that is closest to this one, if there is any close one."""
-        return next(iter(difflib.get_close_matches(self.name, self.known(versions), n=1, cutoff=cutoff)), None)
-
-
-@dataclass(frozen=True)
-class WrongKey:
-    """A key that a release does not know. `note` says where it is known, and what is close to it."""
+class KeyRemark:
+    """A remark about a key: where it is known, and what is close to it."""
 
     key: str
     line: int
     note: str
     fact: str
-    """The name of the fact that signatures refer to."""
+    """The name of the fact that signatures refer to; empty if the key may be right."""
 
 
 @cache
@@ -99,14 +82,13 @@ def load_tables() -> dict[str, KeyTable]:
     raw = tomllib.loads(Path(__file__).with_name("config_versions.toml").read_text(encoding="utf-8"))
     for name, entry in raw.items():
         library, releases = entry.pop("library"), entry.pop("releases")
-        spans = {keys: parse_span(releases if span == "all" else span) for span, keys in entry.items()}
+        spans = {keys: _span(releases if span == "all" else span) for span, keys in entry.items()}
         keys = {key: span for keys, span in spans.items() for key in keys.split()}
-        tables[name] = KeyTable(library, *parse_span(releases), keys)
+        tables[name] = KeyTable(library, *_span(releases), keys)
     return tables
 
 
-def parse_span(text: str) -> tuple[Release, Release]:
-    """Return the first and the last release of a text like `4.36 5.23`."""
+def _span(text: str) -> tuple[Release, Release]:
     first, last = (parse_release(part) for part in text.split())
     return first, last
 
@@ -124,64 +106,52 @@ def stated_versions(text: str) -> dict[str, Release]:
     return {name: releases.pop() for name, releases in found.items() if len(releases) == 1}
 
 
-def wrong_keys(text: str, versions: Versions) -> Iterator[WrongKey]:
-    """Yield the keys of all configs in a text that their release does not know."""
-    for key in _keys_of(text):
-        if any(table.has(key.name, versions.get(table.library)) for table in key.tables):
-            continue
-        knowing = next((table for table in key.tables if key.name in table.keys), None)
-        if knowing is not None:
-            is_newer = knowing.library == "peft" and knowing.keys[key.name][0] > versions["peft"]
-            fact = "adapter-newer-peft" if is_newer else "renamed-argument"
-            yield WrongKey(key.name, key.line, _known_elsewhere(key, knowing, versions), fact)
-            continue
-        if any(versions.get(table.library, table.first) > table.last for table in key.tables):
-            continue  # a release after the table may have added it
-        if key.is_argument or key.instead(versions, cutoff=_TYPO) is not None:
-            note, close = f"no release of {key.tables[0].library} knows `{key.name}`", key.instead(versions)
-            yield WrongKey(key.name, key.line, note + (f"; did you mean `{close}`?" if close else ""), "unknown-key")
+def check_keys(text: str, versions: Versions) -> Iterator[KeyRemark]:
+    """Yield remarks about the keys of Python calls and of an `adapter_config.json` that their release does not know."""
+    for call in _CALL.finditer(text):
+        names = [call[1], *(["TrainingArguments"] if call[1].endswith("Config") and call[1] != "LoraConfig" else [])]
+        keys = ((key[2], key.start(2)) for key in _keywords(text, call.end()))
+        yield from _remarks(text, keys, names, versions, typo=None)
+    if _ADAPTER.search(text):
+        keys = ((key[1], key.start(1)) for key in _TOP_KEY.finditer(text))
+        yield from _remarks(text, keys, ["LoraConfig"], versions, typo=_TYPO)
 
 
-def version_hints(text: str, versions: Versions) -> list[str]:
-    """Return notes about keys that exist only in some releases of a library whose release is not stated."""
-    hints: dict[str, None] = {}
-    for key in _keys_of(text):
-        table = next((table for table in key.tables if key.name in table.keys), None)
-        if table is not None and table.library not in versions and table.keys[key.name][1] < table.last:
-            note = _known_elsewhere(key, table, versions)
-            hints[f"{note}. `--with {table.library}==VERSION` checks all keys"] = None
-    return list(hints)
-
-
-def _known_elsewhere(key: UsedKey, table: KeyTable, versions: Versions) -> str:
-    """Return the releases that know a key, and what to write instead."""
-    release = versions.get(table.library)
-    first, last = table.keys[key.name]
-    begins = "" if first == table.first else f" from {_dotted(first)}"
-    ends = "" if last == table.last else f" up to {_dotted(last)}"
-    words = f"{table.library} knows `{key.name}`{begins}{ends} only" + (f", not {_dotted(release)}" if release else "")
-    instead = _RENAMED.get(key.name) or key.instead(versions)
-    return f"{words}; use `{instead}`" if instead and instead != key.name else words
+def _remarks(
+    text: str, keys: Iterable[tuple[str, int]], names: list[str], versions: Versions, *, typo: float | None
+) -> Iterator[KeyRemark]:
+    """Yield the remarks about some keys. With `typo`, an unknown key must be this close to a known one."""
+    tables = [load_tables()[name] for name in names]
+    known = [key for table in tables for key in table.known(versions.get(table.library))]
+    for key, at in keys:
+        line = text.count("\n", 0, at) + 1
+        table = next((table for table in tables if key in table.keys), None)
+        close = (
+            next(iter(difflib.get_close_matches(key, known, n=1, cutoff=typo or 0.8)), None)
+            if key not in known
+            else key
+        )
+        if table is not None:
+            first, last = table.keys[key]
+            release = versions.get(table.library)
+            begins, ends = f" from {_dotted(first)}", f" up to {_dotted(last)}"
+            where = (begins if first > table.first else "") + (ends if last < table.last else "")
+            instead = _RENAMED.get(key, close)
+            use = f"; use `{instead}`" if instead and instead != key else ""
+            note = f"{table.library} knows `{key}`{where} only"
+            if release is None and last < table.last:
+                yield KeyRemark(key, line, f"{note}{use}. `--with {table.library}==VERSION` checks all keys", "")
+            elif release is not None and key not in known:
+                fact = "adapter-newer-peft" if table.library == "peft" and first > release else "renamed-argument"
+                yield KeyRemark(key, line, f"{note}, not {_dotted(release)}{use}", fact)
+        elif (close or not typo) and not any(versions.get(table.library, table.first) > table.last for table in tables):
+            # A release after the table may have added the key.
+            note = f"no release of {tables[0].library} knows `{key}`"
+            yield KeyRemark(key, line, note + (f"; did you mean `{close}`?" if close else ""), "unknown-key")
 
 
 def _dotted(release: Release) -> str:
     return ".".join(map(str, release))
-
-
-def _keys_of(text: str) -> Iterator[UsedKey]:
-    """Yield the keys of Python calls, and of an `adapter_config.json`."""
-    for call in _CALL.finditer(text):
-        names = [call[1], *(["TrainingArguments"] if call[1].endswith("Config") and call[1] != "LoraConfig" else [])]
-        for key in _keywords(text, call.end()):
-            yield _used_key(text, key, 2, names, is_argument=True)
-    if _ADAPTER.search(text):
-        for key in _TOP_KEY.finditer(text):
-            yield _used_key(text, key, 1, ["LoraConfig"], is_argument=False)
-
-
-def _used_key(text: str, found: re.Match[str], group: int, names: list[str], *, is_argument: bool) -> UsedKey:
-    line = text.count("\n", 0, found.start(group)) + 1
-    return UsedKey(found[group], line, [load_tables()[name] for name in names], is_argument)
 
 
 def _keywords(text: str, begin: int) -> Iterator[re.Match[str]]:

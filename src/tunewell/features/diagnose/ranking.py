@@ -17,7 +17,7 @@ from tunewell.features.diagnose.similarity import guess_class
 LEAST_CONFIDENCE = 0.45
 """Weaker evidence is mentioned as a hint of an unknown failure, not reported."""
 _MORE_EVIDENCE = 0.02
-_CLEAR = 0.79
+_CLEAR = 0.78
 _CLOSE, _DOUBT = 0.08, 0.12
 """If another class fits a sentence nearly as well, the first one is less certain."""
 _WARNING_PENALTY = 0.2

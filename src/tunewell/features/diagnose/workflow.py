@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +13,8 @@ from tunewell.features.diagnose.config_versions import Release, load_tables, par
 from tunewell.features.diagnose.diagnose import diagnose_config, diagnose_paths, diagnose_stream
 from tunewell.features.diagnose.findings import Diagnosis
 from tunewell.records.report import read_report
+
+_RELEASE = re.compile(r"v?(\d+\.\d+)")
 
 
 def diagnose(
@@ -45,30 +48,17 @@ def _verdicts(paths: Sequence[Path]) -> Iterator[str]:
 
 def _versions(releases: Sequence[str]) -> dict[str, Release]:
     """Return the releases of `--with NAME==VERSION`. `installed` means those of this environment."""
-    libraries = {table.library for table in load_tables().values()}
-    found: dict[str, Release] = {}
+    libraries = sorted({table.library for table in load_tables().values()})
+    stated: list[tuple[str, str]] = []
     for release in releases:
+        name, _, number = release.replace(" ", "").partition("==")
         if release == "installed":
-            found |= {name: number for name in libraries if (number := _installed(name)) is not None}
-            continue
-        name, _, version = release.replace(" ", "").partition("==")
-        number = _release(version)
-        if name not in libraries or number is None:
-            known = ", ".join(sorted(libraries))
-            fix = f"`--with trl==0.24`, or `--with installed`; known are {known}"
+            for name in libraries:
+                with suppress(PackageNotFoundError):
+                    stated.append((name, version(name)))
+        elif name in libraries and _RELEASE.match(number):
+            stated.append((name, number))
+        else:
+            fix = f"`--with trl==0.24`, or `--with installed`; known are {', '.join(libraries)}"
             raise UserError(f"`--with {release}` is not a release of a known library", fix=fix)
-        found[name] = number
-    return found
-
-
-def _installed(name: str) -> Release | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    with suppress(PackageNotFoundError):
-        return _release(version(name))
-    return None
-
-
-def _release(version: str) -> Release | None:
-    match = re.match(r"v?(\d+\.\d+)", version)
-    return parse_release(match[1]) if match else None
+    return {name: parse_release(found[1]) for name, number in stated if (found := _RELEASE.match(number))}

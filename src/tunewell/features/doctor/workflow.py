@@ -37,16 +37,15 @@ def doctor(
     imports nothing and does not start nvidia-smi. `is_kernel`: this process is the notebook's kernel.
     """
     from tunewell.features.doctor.imports import try_imports  # not needed before training, where each import counts
-    from tunewell.features.doctor.kernel import held_by_parent_kernel, held_in_this_process
+    from tunewell.features.doctor.kernel import held_in_this_process
 
     started = time.perf_counter()
     progress(Progress("reading the installed packages"))
     facts = read_packages(python, is_fast=is_fast)
     loaded, problem = _load(config)
     facts = _with_machine(facts, loaded, model=model, is_fast=is_fast)
-    if python is None:
-        held = held_in_this_process if is_kernel else held_by_parent_kernel
-        facts = replace(facts, held_by_kernel=held(facts.versions))
+    if is_kernel and python is None:
+        facts = replace(facts, held_by_kernel=held_in_this_process(facts.versions))
     if not is_fast:
         trials = try_imports(
             facts.python.executable, list(facts.versions), progress=lambda stage: progress(Progress(stage))

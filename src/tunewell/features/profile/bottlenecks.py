@@ -19,8 +19,6 @@ _EVALUATION_SHARE, _CHECKPOINT_SHARE = 0.05, 0.02
 """The share of the time that evaluations and checkpoints may take, for which an interval is chosen."""
 _MIN_SAVE_STEPS = 10
 _NEAR_BEST = 1.03
-_MAX_COPY_SHARE = 0.2
-"""If a copy is not read much faster, the disk is not the cause."""
 _COMPILE_SAVES = 0.3
 """Share of a step that compiled layers save, measured on an H200 (see `training/compile.py`)."""
 
@@ -38,7 +36,6 @@ class Bottleneck:
     """Seconds per step now, evaluations and checkpoints included."""
     after_seconds: float
     """Predicted seconds per step with the setting."""
-    remark: str = ""
 
     @property
     def gain(self) -> float:
@@ -48,9 +45,8 @@ class Bottleneck:
     @property
     def sentence(self) -> str:
         """The verdict: bottleneck, config line, predicted gain."""
-        line = self.remark or f"set `{self.key}: {self.value}`"
         change = f"{duration(self.before_seconds)} to {duration(self.after_seconds)} per step"
-        return f"{self.cause}: {line}. Predicted: {change}, {self.gain:.2f} times as fast."
+        return f"{self.cause}: set `{self.key}: {self.value}`. Predicted: {change}, {self.gain:.2f} times as fast."
 
     def as_json(self) -> dict[str, Any]:
         """Return the bottleneck as `--json` prints it."""
@@ -80,16 +76,7 @@ def verdict(profile: Profile) -> str:
     most = f"{percent(seconds / profile.total_seconds, 0)} of the time is {PARTS[name][1] if name in PARTS else name}"
     if profile.source == "run":
         return f"No setting of evaluations, checkpoints or data would make this run 5% faster: {most}."
-    rate = machine_share(profile)
-    at = f"; the run uses {percent(rate, 0)} of this machine's measured matrix rate" if rate is not None else ""
-    return f"No setting that was tried makes this run 5% faster: {most}{at}."
-
-
-def machine_share(profile: Profile) -> float | None:
-    """Return the useful FLOP per second of the run as a share of the measured matrix rate."""
-    if profile.useful_flop is None or profile.ceilings is None:
-        return None
-    return profile.useful_flop / profile.total_seconds / profile.ceilings.matmul_flops
+    return f"No setting that was tried makes this run 5% faster: {most}."
 
 
 PARTS: dict[str, list[str]] = parse_json(read_bytes(Path(__file__).with_name("parts.json")))
@@ -99,8 +86,7 @@ PARTS: dict[str, list[str]] = parse_json(read_bytes(Path(__file__).with_name("pa
 def time_by_part(profile: Profile) -> dict[str, float]:
     """Return the seconds per step of each part; they add up to the whole step.
 
-    On a CPU, the forward and backward passes are divided by the kinds of a trace. On a GPU the kernels count, and the
-    time in which none runs is `idle`.
+    On a GPU the kernels count, and the time in which none runs is `idle`.
     """
     phases, kernels = dict(profile.phases), profile.kernels
     parts: dict[str, float] = {}
@@ -109,17 +95,10 @@ def time_by_part(profile: Profile) -> dict[str, float]:
         parts = {kind: seconds * own / total for kind, seconds in kernels.seconds.items()}
         parts["idle"] = max(0.0, profile.seconds - own)
     else:
-        compute = phases.pop("forward", 0.0) + phases.pop("backward", 0.0)
-        kinds = {kind: value for kind, value in (kernels.seconds if kernels else {}).items() if kind != "optimizer"}
-        total = sum(kinds.values())
-        shares = {kind: value / total for kind, value in kinds.items()} if total else {}
-        parts = {kind: compute * share for kind, share in shares.items()} or {
-            "launch" if profile.is_gpu else "compute": compute
-        }
         parts["log"] = phases.pop("log", 0.0) + phases.pop("health", 0.0)
-        parts |= phases
-        if not phases and not compute:
-            parts = {"steps": profile.seconds}
+        if profile.is_gpu:
+            parts["launch"] = phases.pop("forward", 0.0) + phases.pop("backward", 0.0)
+        parts |= phases if profile.phases else {"steps": profile.seconds}
     parts["evaluation"], parts["checkpoint"] = profile.evaluation_seconds, profile.checkpoint_seconds
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
@@ -180,26 +159,13 @@ def _checkpoints(profile: Profile) -> Iterator[Bottleneck]:
 
 
 def _data(profile: Profile) -> Iterator[Bottleneck]:
-    own, reading = profile.phases.get("data", 0.0), profile.reading
-    cause = f"Reading documents takes {_share(profile, own)} of the time"
-    rest = profile.total_seconds - own
-    if reading.copy_seconds is not None and reading.copy_seconds < _MAX_COPY_SHARE * own:
-        times = own / max(reading.copy_seconds, 1e-9)
-        yield Bottleneck(
-            "disk",
-            f"{cause}: the disk of the corpus is slow",
-            "corpus",
-            "FOLDER",
-            profile.total_seconds,
-            rest + reading.copy_seconds,
-            remark=f"set `corpus: FOLDER`, a copy on a faster disk (in memory it is read {times:,.0f} times as fast)",
-        )
-        return
-    if profile.settings.get("train.read_ahead") == "false" and (reading.ahead_seconds or profile.source == "run"):
+    own, ahead = profile.phases.get("data", 0.0), profile.reading.ahead_seconds
+    if profile.settings.get("train.read_ahead") == "false" and (ahead or profile.source == "run"):
         # Without a measurement, one reader takes as long as before.
-        ahead = own if reading.ahead_seconds is None else reading.ahead_seconds
-        hidden = max(profile.seconds - own, ahead) - (profile.seconds - own)
-        yield Bottleneck("data", cause, "train.read_ahead", "true", profile.total_seconds, rest + hidden)
+        hidden = max(profile.seconds - own, own if ahead is None else ahead) - (profile.seconds - own)
+        cause = f"Reading documents takes {_share(profile, own)} of the time"
+        after = profile.total_seconds - own + hidden
+        yield Bottleneck("data", cause, "train.read_ahead", "true", profile.total_seconds, after)
 
 
 def _trial(

@@ -95,9 +95,6 @@ def _load(
     if run is not None:
         config = _find_run(run) / RUN_CONFIG
     changed = [*sets, *([trial] if trial else [])]
-    if trial and trial.startswith("corpus="):
-        changed.append("data.sources=[]")  # the copy is complete and must not be prepared again
-        data = None
     loaded = load_for_run(config, changed, is_resuming=False, model=model, data=data)
     require_training_data(loaded, is_resuming=False)
     return loaded

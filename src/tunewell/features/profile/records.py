@@ -39,33 +39,17 @@ class TriedSetting(Record):
 
 
 class Kernels(Record):
-    """The time of the kernels of a step, from a trace of torch's profiler."""
+    """The time of a GPU's kernels in a step, from a trace of torch's profiler."""
 
     seconds: dict[str, float]
-    """Seconds per step by kind: matmul, attention, head, pointwise, optimizer, copy; on a CPU also host."""
+    """Seconds per step by kind: matmul, attention, pointwise, optimizer, copy."""
     busy_seconds: float
     """Seconds per step in which a kernel runs."""
-    wall_seconds: float
-    """Seconds per step while the trace was taken, which is slower than without it."""
-    num_syncs: float = 0.0
-    """How often per step the host waits for the GPU."""
-    sync_seconds: float = 0.0
-
-
-class Ceilings(Record):
-    """The best rates of this machine, measured in the profiled process."""
-
-    matmul_flops: float
-    """FLOP per second of a large matrix product in the precision of the run."""
-    bytes_per_second: float
-    """Bytes read and written per second by a large copy."""
 
 
 class ReadTimes(Record):
-    """The time to read the documents of a step in other ways; None if it was not measured."""
+    """The time to read the documents of a step in another way; None if it was not measured."""
 
-    copy_seconds: float | None = None
-    """From a copy of the corpus in memory."""
     ahead_seconds: float | None = None
     """With the threads of `train.read_ahead`."""
 
@@ -103,11 +87,6 @@ class Profile(Record):
     evaluation: Rare | None = None
     checkpoint: Rare | None = None
     kernels: Kernels | None = None
-    useful_flop: float | None = None
-    """FLOP that the documents of a step need: no padding, no recomputation."""
-    optimizer_bytes: float | None = None
-    """Bytes that an update has to read and write at least."""
-    ceilings: Ceilings | None = None
     compute_seconds: float | None = None
     """Forward and backward pass of a step while no checkpoint is written; `phases` may be slower."""
     trials: list[TriedSetting] = Field(default_factory=list[TriedSetting])

@@ -10,7 +10,6 @@ from tunewell.features.profile.bottlenecks import (
     Bottleneck,
     ProfileResult,
     covered_share,
-    machine_share,
     time_by_part,
 )
 
@@ -61,18 +60,8 @@ def _rows(profile: "Profile") -> list[list[str]]:
     ]
     if profile.computed_tokens:
         rows.append(["padding", _padding(profile.tokens, profile.computed_tokens)])
-    if (share := machine_share(profile)) is not None and profile.ceilings is not None and profile.useful_flop:
-        rate, most = profile.useful_flop / profile.total_seconds, profile.ceilings.matmul_flops
-        rows.append(["matrix rate", f"{_flops(rate)} of {_flops(most)} measured here: {percent(share, 0)}"])
-    kernels = profile.kernels
-    update = kernels.seconds.get("optimizer") if profile.is_gpu and kernels else profile.phases.get("optimizer")
-    if update and profile.optimizer_bytes and profile.ceilings is not None:
-        rate, most = profile.optimizer_bytes / update, profile.ceilings.bytes_per_second
-        of = f"{rate / 1e9:,.3g} of {most / 1e9:,.3g} GB/s measured here"
-        rows.append(["optimizer", f"{of}: {percent(rate / most, 0)}"])
-    if kernels is not None and profile.is_gpu:
-        busy = percent(kernels.busy_seconds / profile.seconds, 0)
-        rows.append(["GPU", f"busy {busy} of a step; the host waits for it {kernels.num_syncs:.1f} times"])
+    if profile.kernels is not None and profile.is_gpu:
+        rows.append(["GPU", f"busy {percent(profile.kernels.busy_seconds / profile.seconds, 0)} of a step"])
     if (covered := covered_share(profile)) is not None:
         rows.append(["accounted", f"{percent(covered)} of the time is in a named part"])
     return rows
@@ -82,10 +71,6 @@ def _padding(tokens: float, computed: float) -> str:
     if computed < tokens:
         return f"none; a prefix that documents share is computed once, which saves {percent(1 - computed / tokens, 0)}"
     return f"{percent(1 - tokens / computed)} of the computed tokens" if computed > tokens else "none"
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
 
 
 def _applied(result: ProfileResult, best: Bottleneck, applied: "Profile") -> list[str]:

@@ -1,4 +1,4 @@
-"""Measure some steps of a run on throw-away state: phases, kernels, other settings, and the rates of the machine.
+"""Measure some steps of a run on throw-away state: phases, the kernels of a GPU, and other settings.
 
 The steps are taken by the training loop itself, with its evaluations and checkpoints. Then the documents of one step
 are computed again with other settings (threads, micro-batches), in turn with the present ones.
@@ -14,22 +14,21 @@ from math import ceil
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as Trace
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
-from tunewell.data.batches import MicroBatch, Numbers, TokenizedDocuments, make_batch, micro_batches
+from tunewell.data.batches import MicroBatch, Numbers, make_batch, micro_batches
 from tunewell.data.read_ahead import ReadAhead
-from tunewell.features.profile.ceilings import measure_ceilings, synchronize
 from tunewell.features.profile.finished import make_profile, mean_phases, rare_work
-from tunewell.features.profile.kernels import KernelTrace
+from tunewell.features.profile.kernels import sum_kernels
 from tunewell.features.profile.processor import ProcessorWait
 from tunewell.features.profile.records import Profile, Rare, ReadTimes, TriedSetting
 from tunewell.machine.device import useful_threads
 from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_memory
-from tunewell.models.load import DTYPES
 from tunewell.records.plan import Plan
-from tunewell.training.compile import Compiler, decoder_layers
+from tunewell.training.compile import Compiler
 from tunewell.training.events import Evaluated, Event, Listener, StepTaken
 from tunewell.training.run import Run
 from tunewell.training.step import PROCESSOR
@@ -49,7 +48,7 @@ _NEVER = 1 << 40
 
 @dataclass
 class _Counter:
-    """A listener that counts evaluations and checkpoints, and traces the kernels of the steps after the measured ones.
+    """A listener that counts evaluations and checkpoints, and traces a GPU's kernels after the measured steps.
 
     Nothing is evaluated or saved while kernels are traced.
     """
@@ -57,12 +56,12 @@ class _Counter:
     run: Run
     first: int
     last: int
-    trace: KernelTrace
+    trace: Trace | None
+    """Of a GPU."""
     forward: Listener
     num_evaluations: int = 0
     num_saves: int = 0
     saves_measured: int = 0
-    trace_seconds: float = 0.0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Evaluated):
@@ -74,11 +73,12 @@ class _Counter:
             never = {"evaluate_every": _NEVER, "save_every": _NEVER}
             self.run.plan = with_values(self.run.plan, "kernels are traced", never)
             self.run.held_out = NoDocuments()
-            self.trace.start()
-            self.trace_seconds = -time.perf_counter()
-        elif isinstance(event, StepTaken) and event.step == self.last + _TRACED:
+            if self.trace is not None:
+                torch.cuda.synchronize()
+                self.trace.start()
+        elif isinstance(event, StepTaken) and event.step == self.last + _TRACED and self.trace is not None:
+            torch.cuda.synchronize()
             self.trace.stop()
-            self.trace_seconds += time.perf_counter()
         self.forward(event)
 
     def rare(self, plan: Plan, totals: dict[str, float], *, waited: float) -> dict[str, Rare | None]:
@@ -102,10 +102,8 @@ class _Counter:
         return {"evaluation": evaluation, "checkpoint": checkpoint}
 
 
-def profile_steps(
-    run: Run, num_steps: int, *, device_label: str, copy: Callable[[], Any], keeps_waits: bool = False
-) -> Profile:
-    """Take steps and return their profile. `copy` returns the documents from a copy of the corpus, or None.
+def profile_steps(run: Run, num_steps: int, *, device_label: str, keeps_waits: bool = False) -> Profile:
+    """Take steps and return their profile.
 
     The time that other programs use the processor is left out, unless `keeps_waits`.
 
@@ -119,15 +117,15 @@ def profile_steps(
     is_compiled = _warm_up(run, take)
     first = run.progress.step + (_COMPILED_WARMUP if is_compiled else 1)
     last = first + num_steps
-    counter = _Counter(run, first, last, KernelTrace(learner.phases, learner.device), listener)
+    trace = Trace(activities=[ProfilerActivity.CUDA]) if learner.device.type == "cuda" else None
+    counter = _Counter(run, first, last, trace, listener)
     before = dict(learner.phases.total)
     run.listener = counter
-    taken = take(last + _TRACED, compile="on" if is_compiled else "off").taken
+    taken = take(last + (_TRACED if trace else 0), compile="on" if is_compiled else "off").taken
     run.listener = listener
     steps = [step.__dict__ for step in taken if first < step.step <= last]
     totals = {name: seconds - before.get(name, 0.0) for name, seconds in learner.phases.total.items()}
     phases = mean_phases(steps)
-    listener(Progress("measuring this machine"))
     trials = _Trials(run, documents := run.order.step(first).documents, is_compiled=is_compiled)
     tried = trials.measure(listener)
     per_step = sum(step["tokens"] for step in steps) / num_steps / trials.num_tokens
@@ -139,23 +137,19 @@ def profile_steps(
         is_gpu=learner.device.type != "cpu",
         compile="on" if is_compiled else plan.compile.value,
         **counter.rare(plan, totals, waited=phases.get("save_wait", 0.0)),
-        # On CUDA, a step is logged when the next one is launched: the first traced step was launched before the trace.
-        kernels=counter.trace.read(_TRACED - (learner.device.type == "cuda"), wall_seconds=counter.trace_seconds),
-        useful_flop=useful_flop(learner.model, trials.batches) * per_step,
-        optimizer_bytes=_optimizer_bytes(run),
-        ceilings=measure_ceilings(learner.device, DTYPES[plan.precision.value]),
+        # A step is logged when the next one is launched: the first traced step was launched before the trace.
+        kernels=trace and sum_kernels(trace.key_averages(), _TRACED - 1),
         compute_seconds=trials.present_seconds and trials.present_seconds * per_step,
         trials=tried,
         settings={
             "train.threads": plan.threads.value,
             "train.micro_batch_tokens": plan.micro_batch_tokens.value,
             "train.recompute": run.config.train.recompute,
-            "corpus": run.config.corpus,
         },
     )
     found: dict[str, Any] = {}
     if phases.get("data", 0.0) > _MIN_DATA_SHARE * profile.seconds:
-        found["reading"] = _measure_reading(run, documents, copy)
+        found["reading"] = ReadTimes(ahead_seconds=_read_ahead(run, documents))
     if (slowed := phases.get(PROCESSOR, 0.0)) >= _MIN_SLOWED * profile.seconds:
         times = f"{(profile.seconds + slowed) / profile.seconds:.1f} times as long"
         found["notes"] = [f"other programs use the processor: a step took {times}; their time is left out"]
@@ -179,39 +173,6 @@ def _warm_up(run: Run, take: Callable[..., TrialSteps]) -> bool:
     for event in steps.taken:
         compiler.on_step(run.learner, event)
     return compiler.is_due(run.learner, step=run.progress.step)
-
-
-def _optimizer_bytes(run: Run) -> float | None:
-    """Return the bytes of an AdamW update: weight, gradient and two moments are read, all but the gradient written."""
-    if run.config.train.optimizer != "adamw":
-        return None
-    return float(sum(7 * parameter.nbytes for parameter in run.learner.parameters.values()))
-
-
-def useful_flop(model: PreTrainedModel, batches: list[MicroBatch]) -> float:
-    """Return the FLOP that the forward and backward passes of micro-batches need, without padding or recomputation."""
-    text, layers = model.config.get_text_config(), decoder_layers(model)
-    per_token = 0.0  # in the linear layers of the decoder
-    for layer in layers:
-        for module in layer.modules():
-            if hasattr(module, "in_features") and hasattr(module, "out_features"):
-                linear: Any = module
-                per_token += 2.0 * _num_products(linear) * linear.in_features * linear.out_features
-        per_token += 6.0 * sum(own.numel() for name, own in layer.named_parameters() if "lora_" in name)
-    head: Any = model.get_output_embeddings()
-    per_row = 2.0 * _num_products(head) * head.weight.numel()  # for each position that passes the head
-    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    # For each pair of a query and a key: two products forward and four backward, of two operations each.
-    per_pair = 12.0 * width * len(layers)
-    pairs = sum(length * length for batch in batches for length in batch.lengths) / 2  # attention is causal
-    num_tokens, num_rows = sum(batch.num_tokens for batch in batches), sum(len(batch.rows) for batch in batches)
-    return per_token * num_tokens + per_row * num_rows + per_pair * pairs
-
-
-def _num_products(linear: Any) -> int:
-    """Return the products of a linear layer: forward, gradient of the input, and of the weight if it is trained."""
-    weight = getattr(linear, "weight", None)
-    return 3 if weight is not None and weight.requires_grad else 2
 
 
 _Variant = tuple[str, int | str, list[MicroBatch], Callable[[], AbstractContextManager[None]]]
@@ -267,10 +228,10 @@ class _Trials:
 
     def _compute(self, batches: list[MicroBatch]) -> float:
         waited = self._learner.phases.waited or (lambda: 0.0)
-        synchronize(self._learner.device)
+        _synchronize(self._learner.device)
         started, waited_before = time.perf_counter(), waited()
         self._learner.accumulate_gradients(batches, number=0, num_supervised=1)
-        synchronize(self._learner.device)
+        _synchronize(self._learner.device)
         seconds = time.perf_counter() - started - (waited() - waited_before)
         self._learner.drop_gradients()
         return seconds
@@ -309,16 +270,17 @@ class _Trials:
             self._learner.recompute("on")
 
 
-def _measure_reading(run: Run, documents: Numbers, copy: Callable[[], TokenizedDocuments | None]) -> ReadTimes:
-    """Read the documents of a step from a copy of the corpus, and with several threads."""
-    ahead, copied = ReadAhead(run.documents), copy()
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device has finished; on a CPU there is nothing to wait for."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def _read_ahead(run: Run, documents: Numbers) -> float:
+    """Return the seconds in which several threads read the documents of a step."""
+    ahead = ReadAhead(run.documents)
     started = time.perf_counter()
     ahead.request(documents)
     for document in documents:
         ahead.arrays(int(document))
-    ahead_seconds = time.perf_counter() - started
-    if copied is None:
-        return ReadTimes(ahead_seconds=ahead_seconds)
-    started = time.perf_counter()
-    make_batch(copied, documents)
-    return ReadTimes(copy_seconds=time.perf_counter() - started, ahead_seconds=ahead_seconds)
+    return time.perf_counter() - started

@@ -1,11 +1,8 @@
 """`tunewell profile`: measure some steps in a child process, and again with the best remedy."""
 
-import json
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,9 @@ from tunewell.config.load import LoadedConfig, as_request, from_request
 from tunewell.core.child import ChildDied, answer, call
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener
-from tunewell.data.corpus.reader import open_corpus
 from tunewell.features.profile.bottlenecks import ProfileResult, find_bottlenecks
 from tunewell.features.profile.records import Profile
 from tunewell.runs.config import RunOptions
-
-_MEMORY_DISK = Path("/dev/shm")
 
 
 def profile_config(
@@ -37,24 +31,14 @@ def profile_config(
     """
     request = {"num_steps": num_steps, "faults": os.environ.get("TUNEWELL_FAULTS"), "allow_faults": allow_faults}
     loaded = load(None)
-    with _copy_folder() as copy:
-        profile = _measured(loaded, request | {"copy": str(copy), "keeps_waits": False}, progress)
-        result = ProfileResult(profile, find_bottlenecks(profile))
-        if not applies or not result.bottlenecks:
-            return result
-        best = result.bottlenecks[0]
-        value = json.dumps(str(copy)) if best.key == "corpus" else best.value
-        # For too many threads, the time that other programs use the processor counts.
-        request |= {"copy": str(copy), "keeps_waits": best.key == "train.threads"}
-        return replace(result, applied=_measured(load(f"{best.key}={value}"), request, progress))
-
-
-@contextmanager
-def _copy_folder() -> Iterator[Path]:
-    """Yield a folder in memory for a copy of the corpus, if there is memory for files."""
-    memory = _MEMORY_DISK if os.access(_MEMORY_DISK, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="tunewell-profile-", dir=memory) as folder:
-        yield Path(folder) / "corpus"
+    profile = _measured(loaded, request | {"keeps_waits": False}, progress)
+    result = ProfileResult(profile, find_bottlenecks(profile))
+    if not applies or not result.bottlenecks:
+        return result
+    best = result.bottlenecks[0]
+    # For too many threads, the time that other programs use the processor counts.
+    request |= {"keeps_waits": best.key == "train.threads"}
+    return replace(result, applied=_measured(load(f"{best.key}={best.value}"), request, progress))
 
 
 def _measured(loaded: LoadedConfig, request: dict[str, Any], progress: ProgressListener) -> Profile:
@@ -94,23 +78,8 @@ def _measure(request: dict[str, Any], progress: ProgressListener) -> dict[str, A
             request["num_steps"],
             device_label=training.device.label,
             keeps_waits=request["keeps_waits"],
-            copy=_copier(loaded.path(loaded.config.corpus), Path(request["copy"]), training.hooks.documents),
         )
     return profile.model_dump(mode="json")
-
-
-def _copier(corpus: Path, copies: Path, documents: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Return a function that copies the corpus and returns its documents; None if the copy is not on another disk."""
-
-    def copy() -> Any:
-        size = sum(file.stat().st_size for file in corpus.rglob("*") if file.is_file())
-        is_other = copies.parent.stat().st_dev != corpus.stat().st_dev
-        if not is_other or shutil.disk_usage(copies.parent).free < 2 * size:
-            return None
-        shutil.copytree(corpus, copies, dirs_exist_ok=True)
-        return documents(open_corpus(copies))
-
-    return copy
 
 
 if __name__ == "__main__":

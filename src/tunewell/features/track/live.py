@@ -1,10 +1,8 @@
 """Send the metrics of a run while it trains, in a thread for each tracker.
 
-The run puts each step into a bounded queue and never waits. What does not fit, or fails, is read from the files of the
-run when the tracker answers again.
+The thread follows the files of the run, so the run never waits. What a tracker refuses is sent when it answers again.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +12,8 @@ from pathlib import Path
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.features.track.sender import Sender, num_unsent
-from tunewell.records.events import event_line
-from tunewell.training.events import Evaluated, Event, Healed, Listener, Rewound, StepTaken
+from tunewell.training.events import Event, Listener, Rewound
 
-_MAX_QUEUED = 1000
 _WAIT_SECONDS = (1, 1, 2, 5, 10, 30, 60)
 """Time between two batches, by the number of failures before."""
 _PATIENCE_SECONDS = 5.0
@@ -42,34 +38,23 @@ def start_trackers(
 
 
 class LiveTracker:
-    """A listener that sends the metrics of a run to one tracker in a thread."""
+    """Sends the metrics of a run to one tracker in a thread. It listens to rewinds, which shorten the log."""
 
     def __init__(self, run: Path, name: str, note: Callable[[str], None]) -> None:
         self._run, self._name, self._note = run, name, note
-        self._steps: queue.Queue[StepTaken] = queue.Queue(_MAX_QUEUED)
-        self._is_behind = True
-        """Whether the files of the run may have something to send that is not in the queue."""
+        self._is_log_cut = True
         self._status = ""
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        """Queue a step. Rarer events are read from the files."""
-        match event:
-            case StepTaken():
-                try:
-                    self._steps.put_nowait(event)
-                except queue.Full:
-                    self._is_behind = True
-            case Evaluated() | Healed() | Rewound():
-                self._is_behind = True
-            case _:
-                pass
+        """Read the log from its start after a rewind."""
+        self._is_log_cut |= isinstance(event, Rewound)
 
     def end(self, status: str) -> None:
         """Ask the thread to send the rest, and to end the tracker's record with the status of the run."""
-        self._status, self._is_behind = status, True
+        self._status, self._is_log_cut = status, True
         self._has_ended.set()
 
     def wait(self, deadline: float) -> None:
@@ -88,12 +73,13 @@ class LiveTracker:
                 has_ended = self._has_ended.wait(_WAIT_SECONDS[min(num_failures, len(_WAIT_SECONDS) - 1)])
                 try:
                     sender = sender or stack.enter_context(Sender(self._run, self._name))
-                    self._send(sender)
+                    is_log_cut, self._is_log_cut = self._is_log_cut, False
+                    sender.catch_up(is_log_cut=is_log_cut)
                     num_failures = 0
                     if has_ended:
                         sender.close(self._status)
                 except Exception as error:  # noqa: BLE001  a server that is down, a full disk, a bug in the tracker
-                    self._is_behind = True
+                    self._is_log_cut = True
                     num_failures += 1
                     if not is_noted:
                         words = redact(f"{type(error).__name__}: {error}")
@@ -101,12 +87,3 @@ class LiveTracker:
                         is_noted = True
                 if has_ended:
                     return
-
-    def _send(self, sender: Sender) -> None:
-        is_behind, self._is_behind = self._is_behind, False
-        steps = [self._steps.get_nowait() for _ in range(self._steps.qsize())]
-        # A rewind sets the flag before its first step is queued. The steps that it has cut are in the queue only.
-        if is_behind or self._is_behind:
-            sender.catch_up()
-        else:
-            sender.send([event_line({"kind": "step", **step.__dict__}) for step in steps])

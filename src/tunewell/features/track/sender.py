@@ -15,7 +15,7 @@ from typing import Any
 
 from tunewell.config.extensions import TRACKERS
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, read_bytes, write_atomic
+from tunewell.core.files import FolderLock, open_file, write_atomic
 from tunewell.core.redact import redact
 from tunewell.evaluation.comparison import flat_settings
 from tunewell.features.track.base import Point, SentState, TrackedRun, Tracker
@@ -46,6 +46,7 @@ class Sender:
         self._state_path, self._seen_path = folder / f"{name}.json", folder / f"{name}.seen"
         self._progress = SentState(**read_object(self._state_path))
         self._seen = _read_seen(self._seen_path)
+        self._offset = 0
         try:
             self._tracker: Tracker = TRACKERS.load(name)()
             self._tracker.open(self.run, self._progress.state)
@@ -60,29 +61,35 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def catch_up(self) -> int:
-        """Send what the files of the run have and was not sent. Return the number of points."""
+    def catch_up(self, *, is_log_cut: bool = True) -> int:
+        """Send what the files of the run have and was not sent. Return the number of points.
+
+        Unless the log may have been cut since the last call, only its new lines are read.
+        """
         num_before = self._progress.number
         self._send_healing()
-        lines = _lines(self.run.folder / EVENTS)
-        kept = [line for line in lines if _hash(line) in self._seen]
+        start = 0 if is_log_cut else self._offset
+        content = _content(self.run.folder / EVENTS, start)
+        lines = content.split(b"\n")[:-1]
+        if is_log_cut:
+            self._begin_segment([line for line in lines if _hash(line) in self._seen])
+        new = [line for line in lines if _hash(line) not in self._seen]
+        for first in range(0, len(new), _BATCH):
+            batch = new[first : first + _BATCH]
+            self._log([(step, values, "") for step, event in map(_parse, batch) if (values := _metrics(event))])
+            self._seen.update(map(_hash, batch))
+            self._save()
+        self._offset = start + content.rfind(b"\n") + 1
+        return self._progress.number - num_before
+
+    def _begin_segment(self, kept: Sequence[bytes]) -> None:
+        """Begin a segment if lines that were sent are no longer in the log."""
         num_cut = len(self._seen) - len(set(kept))
         if num_cut > self._progress.num_cut:
             step = max((_parse(line)[0] for line in kept), default=0)
             segment = self._progress.segment + 1
             self._log([(step, {"segment": float(segment)}, f"the run went back to step {step}")], segment)
             self._progress.segment, self._progress.num_cut = segment, num_cut
-        self.send(lines)
-        return self._progress.number - num_before
-
-    def send(self, lines: Sequence[bytes]) -> None:
-        """Send the points of those lines of `events.jsonl` that were not sent."""
-        new = [line for line in lines if _hash(line) not in self._seen]
-        for start in range(0, len(new), _BATCH):
-            batch = new[start : start + _BATCH]
-            self._log([(step, values, "") for step, event in map(_parse, batch) if (values := _metrics(event))])
-            self._seen.update(map(_hash, batch))
-            self._save()
 
     def close(self, status: str) -> None:
         """End the tracker's record with the status of the run."""
@@ -136,9 +143,13 @@ def _settings(run: Path) -> dict[str, Any]:
     }
 
 
-def _content(path: Path) -> bytes:
-    """Return the content of a file; nothing if there is none."""
-    return read_bytes(path) if path.is_file() else b""
+def _content(path: Path, start: int = 0) -> bytes:
+    """Return the content of a file from `start` on; nothing if there is none."""
+    if not path.is_file():
+        return b""
+    with open_file(path) as file:
+        file.seek(start)
+        return file.read()
 
 
 def _read_seen(path: Path) -> set[bytes]:

@@ -16,10 +16,9 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -227,8 +226,7 @@ class FolderStore:
     def _reading(self) -> Generator[None, None, None]:
         """Raise DamagedIndex for any error of a reader. Without hashes, damage shows only there."""
         try:
-            with nullcontext() if self.manifest.has_hashes else _quiet_panics():
-                yield
+            yield
         except BaseException as error:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of tantivy
                 raise DamagedIndex(str(self.folder), f"{error}"[:200], self.manifest.arguments) from None
@@ -328,17 +326,3 @@ def _native_errors() -> Generator[None, None, None]:
             number = int(found[1]) if found[1] else errno.ENOSPC
             raise OSError(number, os.strerror(number)) from error
         raise
-
-
-@contextmanager
-def _quiet_panics() -> Generator[None, None, None]:
-    """Discard what is written to the descriptor of stderr: the backtrace of a panic in tantivy."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    with Path(os.devnull).open("wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
