@@ -25,18 +25,29 @@ Span = tuple[int, int]
 _CLAUSE_END = re.compile(r"[.;:!?\n。；！？](?!\d)|,|，|\b(?:but|however|although|sondern|mais|pero|sino|ma|mas)\b")
 _DENIED_BEFORE = re.compile(
     r"\b(?:not|never|isn't|wasn't|aren't|weren't|doesn't|don't|didn't|cannot|can't|won't|no longer|nor|neither|"
-    r"no es|no era|no fue|instead of|rather than|other than|except|anything but|far from|hardly|scarcely|barely|"
-    r"used to be|formerly|myth that|untrue that|false that|wrong that|ليس|ليست|لم|"
+    r"no (?:es|era|fue|lo|la|se|está)|instead of|rather than|other than|except|far from|hardly|scarcely|barely|"
+    r"used to be|formerly|myth that|untrue that|false that|wrong that|nobody|no one|"
+    r"(?<!no )(?<!without )(?<!a )doubts?|doubtful|ليس|ليست|لم|"
     r"nicht|kein\w*|statt|pas|jamais|plutôt que|nunca|non|não|niet|geen|не)\s"
     # "not later than 15 January" and "cannot apply after 15 January" affirm the date.
     r"(?!.*\b(?:later|after|past|beyond|until|till|before|only|just|exceed|nach|vor|après|avant|después|antes|dopo|"
     r"prima)\b)"
     r"(?:\S+\s+){0,5}\S*$|[不没沒非未無无]是?$"
 )
-_DENIED_AFTER = re.compile(
-    r"^\W*(?:\S+\s+){0,2}(?:(?:is|was|are|were)(?:n't| not)\b|(?:is|was) (?:wrong|false|incorrect)|ist (?:falsch|nicht)"
-    r"|n'est pas)"
+_NOT_STATED = re.compile(
+    r"\b(?:no|without|lacks?|(?:moved|changed|switched) from|succeeded|replace[sd]?|than)\s+(?:(?:any|the|a)\s+)?$"
 )
+"""Words directly before a name that say that it is not the answer: `without flour`, `larger than Jupiter`."""
+_DENIED_AFTER = re.compile(
+    r"^\W*(?:(?!and\b|which\b|that\b|who\b)\S+\s+){0,2}"
+    r"(?:(?:is|was|are|were|did|does|do|has|had|will|would|could)(?:n't| not)\b"
+    r"|(?:is|was) (?:wrong|false|incorrect|replaced|succeeded)\b|ist (?:falsch|nicht)|n'est pas)|^-free\b"
+)
+_PAST = re.compile(r"\b(?:was|were|had been)\b")
+_SINCE_THEN = re.compile(
+    r"\b(?:now|today|nowadays|currently|meanwhile|changed|moved|postponed|extended|replaced|renamed|repainted|became)\b"
+)
+_TOO_LATE = re.compile(r"^\W*(?:it is |it's |only |any time )?(?:after|later than|past)\s+(?:the\s+)?$")
 _LISTED = re.compile(
     r"^[\s\"'*)]*(?:[,/&;]|,?\s*\b(?:or|and|oder|und|ou|et|o|u|y|e|или|и)\b)+[\s\"'*(]*"
     r"(?:(?:maybe|perhaps|possibly|else|the|it is|on|by|at|in|is|also)\s+){0,2}$|^\s*(?:或者?|还是|または|か)\s*$"
@@ -51,7 +62,7 @@ _VERSION = re.compile(r"\b(?:version|release|v)\s?\d|\bversion\b", re.IGNORECASE
 def judge(answer: str, key: AnswerKey) -> Score:
     """Judge an answer by the key of its question."""
     # "but" begins a clause, except here.
-    text = re.sub(r"\b(?:anything|all) but\b", "never", fold(answer)).strip()
+    text = re.sub(r"\b(?:any\w*|every\w*|all) but\b", "never", fold(answer)).strip()
     refuses = is_refusal(text, is_answer=True)
     if key.is_refusal:
         return Score(refuses, "a refusal is expected", is_refusal=refuses)
@@ -99,6 +110,7 @@ def _problem(text: str, part: str, key: AnswerKey) -> str | None:
         # "prohibited" for "not allowed"
         return None if sides and sides.items() <= _sides(text).items() else f"{part} is missing"
     stated = [place for place in places if not _is_denied(text, place) and not _is_asked(text, place)]
+    stated = [place for place in stated if not _is_outdated(text, place, key)]
     if not stated:
         return f"{part} is denied"
     if all(_is_one_of_several(text, place, key) for place in stated):
@@ -115,6 +127,16 @@ def _is_asked(text: str, place: Span) -> bool:
     """Return True if the sentence of a place is a question."""
     end = re.search(r"[.!?\n](?!\d)", text[place[1] :])
     return end is not None and end[0] == "?"
+
+
+def _is_outdated(text: str, place: Span, key: AnswerKey) -> bool:
+    """Return True if an answer states a value of the past (`was red, but now it is blue`), or one after the key."""
+    before, _ = _clause_around(text, place)
+    reference = f"{fold(key.question)} {fold(key.reference)}"
+    if _TOO_LATE.search(before) and not re.search(r"\b(?:after|later|past)\b", reference):
+        return True
+    is_past = _PAST.search(before) and not _PAST.search(reference)
+    return bool(is_past and _SINCE_THEN.search(text[place[1] :]))
 
 
 _AT_LEAST = re.compile(
@@ -237,7 +259,9 @@ def _clause_around(text: str, place: Span) -> tuple[str, str]:
 
 def _is_denied(text: str, place: Span) -> bool:
     before, after = _clause_around(text, place)
-    return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.search(after))
+    is_value = bool(find_values(text[slice(*place)]))
+    is_left_out = not is_value and _NOT_STATED.search(before)
+    return bool(is_left_out or _DENIED_BEFORE.search(before) or _DENIED_AFTER.search(after))
 
 
 def _is_one_of_several(text: str, place: Span, key: AnswerKey) -> bool:
@@ -272,8 +296,10 @@ def _other_values(text: str, key: AnswerKey) -> list[Span]:
 
 def _said_polarity(text: str, key: AnswerKey) -> str | None:
     """Return whether an answer says yes, no or maybe: in its first clause, or as `the answer is yes`."""
-    clauses = filter(None, map(str.strip, _FIRST_CLAUSE.split(text.replace("*", ""))))
-    said = {found for word in _ends(next(clauses, "")) if (found := polarity(word))}
+    clauses = [part.strip() for part in _FIRST_CLAUSE.split(text.replace("*", "")) if part.strip()]
+    # "Yes, it does." and "It does, yes."
+    said = {found for word in (_ends(clauses[0]) if clauses else []) if (found := polarity(word))}
+    said = said or {found for clause in clauses if (found := polarity(clause))}
     named = _ANSWER_IS.search(text)
     if named and (word := re.search(r"[^\W\d_]+", named[1])) and (found := polarity(word[0])):
         said = {found}
