@@ -23,6 +23,8 @@ POWER = 0.8
 _MAX_EXACT = 13
 """Maximum number of clusters for which all 2^n sign flips are computed."""
 _NUM_FLIPS = 9999
+_MAX_SIGN_TEST = 1000
+"""Maximum number of clusters for which the sign test is computed from binomial coefficients, which fit a float."""
 _FEW_DIFFERENT = 15
 """With fewer clusters that differ, the sign-flip interval can be too narrow: it covered 68% to 92% in simulations."""
 _ROUNDING = 1e-9
@@ -122,12 +124,17 @@ def sign_flip_p(
     """Return the p-value of the hypothesis that the differences are as often positive as negative, by cluster.
 
     The sign of each cluster's sum is flipped: in all ways for few clusters, otherwise in 9,999 random ways with a fixed
-    seed. With one question per cluster and differences of -1, 0 and 1, this is the exact sign test (McNemar).
+    seed. With sums of one size, as with one question per cluster, this is the exact sign test (McNemar).
     """
     sums, _ = _cluster_sums(np.asarray(differences, dtype=np.float64), clusters)
     sums = sums[np.abs(sums) > _ROUNDING]
     if not len(sums):
         return 1.0
+    if len(sums) <= _MAX_SIGN_TEST and np.ptp(np.abs(sums)) <= _ROUNDING:
+        number, positive = len(sums), int((sums > 0).sum())
+        least = max(positive, number - positive) if side == "both" else positive
+        tail = sum(math.comb(number, index) for index in range(least, number + 1)) / 2**number
+        return min(1.0, 2 * tail) if side == "both" else tail
     signs, is_exact = _sign_flips(len(sums))
     flipped, observed = signs @ sums, sums.sum()
     if side == "both":
