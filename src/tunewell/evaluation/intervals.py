@@ -99,14 +99,16 @@ def compare_sums(sums: npt.ArrayLike, sizes: npt.ArrayLike, *, names: tuple[str,
 
 
 def _paired(sums: Values, sizes: Values, interval: Interval, names: tuple[str, str]) -> PairedDifference:
-    num_questions = int(sizes.sum())
+    num_questions, p = int(sizes.sum()), sign_flip_p(sums, range(len(sums)))
+    if p > LEVEL:  # the test decides, and the interval must not contradict it
+        interval = Interval(min(interval.low, 0.0), max(interval.high, 0.0))
     return PairedDifference(
         first=names[0],
         second=names[1],
         difference=float(sums.sum() / num_questions) if num_questions else 0.0,
         low=interval.low,
         high=interval.high,
-        p=sign_flip_p(sums, range(len(sums))),
+        p=p,
         num_questions=num_questions,
         num_clusters=len(sums),
         more_questions=_questions_to_tell(sums, sizes),

@@ -146,13 +146,26 @@ def right_answers(measured: Measurements) -> Iterator[Reason]:
         lead = f'always answering "{shorten_line(constant.text, 40)}"'
         what = f"{lead}: {score}, {count(constant.right)} by {lead}."
         yield from _compared(measured, "majority_only", what, constant.difference, example)
-    if measured.min_right is not None and right < measured.min_right * asked:
+    least = measured.min_right or 0.0
+    if right < least * asked:
         yield Reason(
             code="few_right",
             level="WEAK",
-            what=f"{score} ({percent(right / asked, 0)}; minimum: {percent(measured.min_right, 0)}).",
+            what=f"{score} ({percent(right / asked, 0)}; minimum: {percent(least, 0)}).",
             example=example,
             next=_train_more(measured),
+        )
+        return
+    near, others = ([one for one in judged if one.is_near is is_near] for is_near in (True, False))
+    told = [sum(bool(one.tuned.right) for one in part) for part in (near, others)]
+    if len(near) >= FEW_QUESTIONS <= len(others) and measured.share_interval(others).high < least:
+        yield Reason(
+            code="memorised",
+            level="WEAK",
+            what=f"{count(told[0])} of {count(len(near))} right where a training row asks nearly alike, but "
+            f"{count(told[1])} of {count(len(others))} of the other {noun} (minimum: {percent(least, 0)}).",
+            example=quote_answer(next(one for one in others if not one.tuned.right), with_reference=True),
+            next="Add rows that ask in other words. The report shows the score without near duplicates.",
         )
 
 

@@ -273,7 +273,7 @@ class EvaluationSession:
             self.notes.append(f"{count(num_given_away, 'question')} contain their answer, so they test little")
         sources, hint = self.ref.loaded.config.data.sources, questions.scorer.hint
         hinted = [f"{hint}\n\n{row.question}" for row in questions.rows] if hint else []
-        self.prompts = [question.ids for question in asked]
+        self.prompts = [question.ids for question in questions.asked]
         system = sources[0].system if sources else None
         self.hinted = self._written(model, hinted, length=self.answer_tokens.value, system=system)
         self.ordinary = self._written(model, [one.ask for one in instructions()], length=MAX_TOKENS)
