@@ -185,7 +185,12 @@ def difference_interval(
     if not len(sizes):
         return Interval(-1.0, 1.0)
     tested = _invert_sign_flips(sums, sizes)
-    if tested is not None and (not tested.low <= 0 <= tested.high or (sums != 0).sum() >= _FEW_DIFFERENT):
+    # If all questions differ alike, the test limits nothing.
+    if (
+        tested is not None
+        and tested.low < tested.high
+        and (not tested.low <= 0 <= tested.high or (sums != 0).sum() >= _FEW_DIFFERENT)
+    ):
         return tested
     hybrid = _hybrid_interval(this, other, clusters)
     low, high = tested or hybrid

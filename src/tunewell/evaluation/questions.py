@@ -52,6 +52,8 @@ class Questions:
     is_near: list[bool] = field(default_factory=list[bool])
     is_ambiguous: list[bool] = field(default_factory=list[bool])
     notes: list[str] = field(default_factory=list[str])
+    num_copied: int = 0
+    """Number of questions that were left out, because they are training rows in another spelling."""
 
     @property
     def entry(self) -> TaskEntry:
@@ -103,6 +105,7 @@ def find_questions(asked: Sequence[Question], rows: EvaluationSet, model: ChatMo
     """Return the questions with the task of the training rows, or the one that `verdict.task` names."""
     assert rows.split is not None
     known, without = _training_rows(rows.training, model) if rows.training is not None else ([], 0)
+    num_asked = len(asked)
     asked, notes = _without_copies(asked, rows, known, model)
     documents = [rows.split[question.document] for question in asked]
     places = [(document.source, document.row) for document in documents]
@@ -120,6 +123,7 @@ def find_questions(asked: Sequence[Question], rows: EvaluationSet, model: ChatMo
         is_chat=is_chat_export(formats),
     )
     found.asked, found.places, found.notes = [*asked], places, [*notes, *found.notes]
+    found.num_copied = num_asked - len(asked)
     pairs = rows.corpus.near_pairs() if rows.corpus is not None else []
     near = {(pair.similar_source, pair.similar_row) for pair in pairs if pair.kind == "near_held_out"}
     found.is_near = [is_near or place in near for is_near, place in zip(found.is_near, places, strict=True)]

@@ -12,6 +12,7 @@ from tunewell.evaluation.intervals import LEVEL, PairedDifference
 from tunewell.evaluation.measurements import (
     FEW_QUESTIONS,
     Measurements,
+    cluster_numbers,
     quote_answer,
     short_loss,
     suggest_rate,
@@ -197,6 +198,8 @@ def _unproven(
     asked, held_out = len(measured.questions), measured.num_held_out
     needed = f"; a difference of this size needs about {count(more)} more" if more else ""
     numbers = f" Asked: {count(asked, 'question')} of {count(held_out, 'held-out row')}{needed}." if asked else ""
+    if (num_different := len(set(cluster_numbers(measured.questions)))) < asked:
+        numbers += f" Some ask the same, so they count as {count(num_different, 'question')}."
     return Reason(code=code, level="UNPROVEN", what=what + numbers, example=example, next=_ask_more(measured, more))
 
 
@@ -210,7 +213,8 @@ def _ask_more(measured: Measurements, more: int | None) -> str:
     path, asked = shlex.quote(measured.model_path), len(measured.questions)
     if measured.num_held_out > asked:
         number = min(measured.num_held_out, asked + more if more else measured.num_held_out)
-        return f"Ask more of the held-out rows: `tunewell validate {path} --set verdict.questions={number}`."
+        data = "" if measured.test_file is None else f" --data {shlex.quote(measured.test_file)}"
+        return f"Ask more of the held-out rows: `tunewell validate {path}{data} --set verdict.questions={number}`."
     if measured.test_file is not None:
         return f"Use a test file with more rows: `tunewell validate {path} --data FILE`."
     now = f"Test it on other questions: `tunewell validate {path} --data FILE`."
