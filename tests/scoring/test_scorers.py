@@ -293,3 +293,20 @@ def test_answers_in_quotes_fences_and_sentences_are_right_where_a_reader_calls_t
     found = scorers.agreement(SHARED / "bench" / "jobs", name, scorers.BASE)
     unfair = [one for one in found.differ if not one.ours or one.form not in scorers.READER_DECIDES_FOR_US]
     assert len(unfair) <= 0.005 * found.answers, unfair[:5]
+
+
+def test_free_answers_are_judged_as_a_reader_judges_them():
+    """Guards the bar: Cohen's kappa of 0.75 on 200 answers, which their author labelled before they were scored."""
+    answers = [json.loads(line) for line in (Path(__file__).parent / "free_text.jsonl").read_text("utf-8").splitlines()]
+    told, ours = [], []
+    for task in ("facts", "choice"):
+        chosen = [one for one in answers if one["task"] == task]
+        rows = [ReferenceRow(one["q"], one["ref"]) for one in chosen]
+        scorer = make_scorer(task, rows, rows)
+        told += [one["right"] for one in chosen]
+        ours += [bool(score_answer(scorer, n, one["a"], rows[n]).right) for n, one in enumerate(chosen)]
+    agree = sum(one == other for one, other in zip(told, ours, strict=True)) / len(told)
+    shares = [sum(part) / len(part) for part in (told, ours)]
+    by_chance = shares[0] * shares[1] + (1 - shares[0]) * (1 - shares[1])
+    assert len(told) == 200 and 80 <= sum(told) <= 120
+    assert (agree - by_chance) / (1 - by_chance) >= 0.85

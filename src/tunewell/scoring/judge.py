@@ -35,7 +35,8 @@ _DENIED_BEFORE = re.compile(
     r"(?:\S+\s+){0,5}\S*$|[不没沒非未無无]是?$"
 )
 _NOT_STATED = re.compile(
-    r"\b(?:no|without|lacks?|(?:moved|changed|switched) from|succeeded|replace[sd]?|than)\s+(?:(?:any|the|a)\s+)?$"
+    r"\b(?:no|without|lacks?|(?:moved|changed|switched) from|succeeded|replace[sd]?|than"
+    r"|no (?!doubt|question)\w+ (?:in|for|of|on))\s+(?:(?:any|the|a)\s+)?$"
 )
 """Words directly before a name that say that it is not the answer: `without flour`, `larger than Jupiter`."""
 _DENIED_AFTER = re.compile(
