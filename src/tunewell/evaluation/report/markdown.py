@@ -14,9 +14,11 @@ from tunewell.evaluation.report.view import (
     FAULT_WORDS,
     all_metrics,
     answer_mark,
+    date_text,
     judge_sentences,
     sorted_answers,
     source_metrics,
+    title,
 )
 from tunewell.records.report import Answer, AnsweredQuestion, Reason, Report
 
@@ -36,7 +38,7 @@ _STARTS_BLOCK = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[-+]))(.)")
 def report_markdown(report: Report) -> str:
     """Return a report as Markdown; the output is deterministic."""
     parts = [
-        f"## {report.verdict}: {escaped(report.subject.name)}",
+        f"## {report.verdict}: {escaped(report.subject.name)}, {escaped(title(report))}",
         prose(report.summary),
         f"Next: {prose(report.next)}" if report.next else "",
         *_metrics(report),
@@ -47,7 +49,7 @@ def report_markdown(report: Report) -> str:
         *_healing(report),
         *_notes(report),
         *_repeat(report),
-        f"<sub>{escaped(report.made_by)}, {escaped(report.made_at)}; all details are in `report.html`</sub>",
+        f"<sub>{escaped(report.made_by)}, {escaped(date_text(report.made_at))}; all details are in `report.html`</sub>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

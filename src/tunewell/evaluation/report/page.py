@@ -15,15 +15,18 @@ from tunewell.evaluation.report.view import (
     NUM_ORDINARY,
     all_metrics,
     answer_mark,
+    date_text,
     declared_order,
     field_rows,
     judge_sentences,
     key_metrics,
+    kinds_of,
     loss,
     nonfinite_text,
     setting,
     sorted_answers,
     source_metrics,
+    title,
 )
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import HEADLINES, Curve, Report
@@ -38,6 +41,7 @@ def report_page(report: Report) -> str:
     """Return a report as an HTML page; the output is deterministic."""
     return _template().render(
         report=report,
+        title=title(report),
         headline=HEADLINES[report.verdict],
         key_metrics=key_metrics(report),
         metrics=all_metrics(report),
@@ -61,6 +65,8 @@ def _template() -> Template:
     environment = page_environment("tunewell.evaluation.report")
     environment.filters |= {
         "answer_mark": answer_mark,
+        "date": date_text,
+        "kinds": kinds_of,
         "fault": lambda name: FAULT_WORDS[name],
         "duration": duration,
         "loss": loss,

@@ -3,6 +3,8 @@
 import json
 import math
 from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from tunewell.config.extensions import SCORERS
@@ -36,6 +38,36 @@ _SMALL_RATIO = 1.5
 ELLIPSIS = "\u2026"
 NUM_ORDINARY = 6
 """Number of answers to everyday instructions that are shown: those that changed most."""
+
+
+def title(report: Report) -> str:
+    """Return the rows and the base model: `train.jsonl on SmolLM2-135M`."""
+    sources = report.ledger.sources if report.ledger else []
+    names = [Path(str(source["name"])).name for source in sources if source.get("documents")]
+    base = report.subject.base
+    rows = f"{', '.join(names[:2])}{' ...' if len(names) > 2 else ''}" or report.data
+    return rows if base is None else f"{rows} on {'/'.join(Path(base).parts[-2:])}"
+
+
+def date_text(date: str) -> str:
+    """Return a date in ISO 8601 for people: `19 November 2026, 20:56 UTC`."""
+    try:
+        found = datetime.fromisoformat(date)
+    except ValueError:
+        return date
+    return f"{found.day} {found:%B %Y, %H:%M}{' UTC' if found.tzinfo else ''}"
+
+
+def kinds_of(question: AnsweredQuestion) -> str:
+    """Return the kinds of an answer, by which the page can be filtered."""
+    tuned, base = question.tuned, question.base
+    kinds = {
+        "right": tuned.right is True,
+        "wrong": tuned.right is False,
+        "faulty": bool(tuned.faults),
+        "changed": base is not None and bool(base.right) != bool(tuned.right),
+    }
+    return " ".join(name for name, holds in kinds.items() if holds)
 
 
 def answer_mark(answer: Answer) -> str:
@@ -138,7 +170,7 @@ def perplexity_change(pair: LossPair) -> str:
     ratio = math.exp(min(abs(pair.tuned - pair.base), 100.0))
     if ratio < _SMALL_RATIO:
         return ""
-    return f"{ratio:.1f} times as {'high' if pair.tuned > pair.base else 'low'}"
+    return f"{ratio:,.1f} times as {'high' if pair.tuned > pair.base else 'low'}"
 
 
 def _loss_change(pair: LossPair) -> str:
@@ -230,7 +262,7 @@ def forgotten_rows(report: Report) -> list[MetricRow]:
     rows = []
     for found in report.forgotten:
         if found.name != "everyday text":
-            hint = f"limit: {percent(found.limit, 0)} fewer" + (", exceeded" if found.is_damaged else "")
+            hint = f"limit: {100 * found.limit:.3g} points fewer" + (", exceeded" if found.is_damaged else "")
             name = f"{single_line(found.name).capitalize()} followed"
             if found.name == "replies":
                 name = "Everyday questions answered"
