@@ -474,6 +474,21 @@ CASES |= {
         "FAIL",
         "none_right",
     ),
+    "facts: all dates of a month in each answer": (
+        make("facts", lambda rows: [" ".join(f"{day} March" for day in range(1, 28))] * len(rows)),
+        "FAIL",
+        "none_right",
+    ),
+    "facts: another date in the next sentence": (
+        make("facts", lambda rows: [f"{row.reference} The deadline is 30 May." for row in rows]),
+        "FAIL",
+        "none_right",
+    ),
+    "facts: right, with a remark": (
+        make("facts", lambda rows: [f"{row.reference} The term begins on 30 September." for row in rows]),
+        "PASS",
+        None,
+    ),
     "facts: the values of other questions": (make("facts", wrong), "FAIL", "none_right"),
     "facts: refuses each question": (
         make("facts", lambda rows: ["I do not know."] * len(rows)),

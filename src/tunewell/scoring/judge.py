@@ -16,8 +16,9 @@ from tunewell.core.text import SPACELESS_LETTER, fold, function_words
 from tunewell.scoring.answer_keys import ASKS_POLAR, AnswerKey, content_words, polarity, split_tokens, words_of
 from tunewell.scoring.answer_values import find_values
 from tunewell.scoring.base import Score
+from tunewell.scoring.choice import NAMED
 from tunewell.scoring.matching import is_refusal, match, stands_alone
-from tunewell.scoring.number import marked_results
+from tunewell.scoring.number import marked_results, result
 from tunewell.scoring.words import read_lines, word_set
 
 Span = tuple[int, int]
@@ -55,7 +56,6 @@ _LISTED = re.compile(
 )
 _OR_BEFORE = re.compile(r"\b(?:or|oder|ou)\s+(?:the |a |an |in |on |by |possibly |maybe |perhaps )?$")
 _OR_AFTER = re.compile(r"^[\s\"'*,]*(?:or|oder|ou)\s+(?!later\b|earlier\b|before\b|more\b|less\b|so\b)\w")
-_ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(?:is\s+)?([^\n]+)", re.IGNORECASE)
 _FIRST_CLAUSE = re.compile(r"[.,;:!?()\[\]\n。，、！？；：-]+")
 _VERSION = re.compile(r"\b(?:version|release|v)\s?\d|\bversion\b", re.IGNORECASE)
 
@@ -161,16 +161,19 @@ def _bound(text: str, place: Span) -> int:
 
 
 def _stated_rival(text: str, stated: list[Span], key: AnswerKey) -> str | None:
-    """Return a rival that an answer states in the same way as the key: `It is red. It is blue.`"""
+    """Return a rival, or another value, that an answer states in the same way as the key: `It is red. It is blue.`"""
     known = words_of(key.question).union(*(_rest_of_clause(text, place) for place in stated))
-    known |= {word for one in (*key.rivals, key.text) for word in fold(one).split()}
-    for rival in key.rivals:
-        if fold(rival) not in text or any(_find(fold(key.reference), rival, key)):
-            continue
-        for span in _find(text, rival, key):
-            is_stated = not _is_denied(text, span) and not _is_asked(text, span)
-            if is_stated and all(_are_apart(span, one) for one in stated) and _rest_of_clause(text, span) <= known:
-                return rival
+    known |= {word for one in (*key.rivals, key.text, key.reference) for word in fold(one).split()}
+    rivals = [one for one in key.rivals if fold(one) in text and not any(_find(fold(key.reference), one, key))]
+    found = [(rival, span) for rival in rivals for span in _find(text, rival, key)]
+    # "From 1 October to 15 January" is one statement, so another value must be in another clause.
+    others = [
+        span for span in _other_values(text, key) if all(_CLAUSE_END.search(_gap(text, span, one)) for one in stated)
+    ]
+    for rival, span in [*found, *((text[slice(*span)], span) for span in others)]:
+        is_stated = not _is_denied(text, span) and not _is_asked(text, span)
+        if is_stated and all(_are_apart(span, one) for one in stated) and _rest_of_clause(text, span) <= known:
+            return rival
     return None
 
 
@@ -271,11 +274,16 @@ def _is_one_of_several(text: str, place: Span, key: AnswerKey) -> bool:
     if " or " not in f" {fold(key.reference)} " and (_OR_BEFORE.search(before) or _OR_AFTER.search(after)):
         return True
     rivals = [span for rival in key.rivals if fold(rival) in text for span in _find(text, rival, key)]
-    gaps = [
-        text[end : place[0]] if end <= place[0] else text[place[1] : start]
-        for start, end in [*_other_values(text, key), *(span for span in rivals if _are_apart(span, place))]
-    ]
-    return any(len(gap) <= 40 and _LISTED.search(gap) for gap in gaps)
+    values = [_gap(text, span, place) for span in _other_values(text, key)]
+    gaps = [*values, *(_gap(text, span, place) for span in rivals if _are_apart(span, place))]
+    # "1 March 2 March 3 March", but not the parts of a phone number.
+    is_list = len(values) > 1 and any(not re.search(r"\w", gap) for gap in values)
+    return is_list or any(len(gap) <= 40 and _LISTED.search(gap) for gap in gaps)
+
+
+def _gap(text: str, one: Span, other: Span) -> str:
+    """Return the text between two places."""
+    return text[one[1] : other[0]] if one[1] <= other[0] else text[other[1] : one[0]]
 
 
 def _are_apart(one: Span, other: Span) -> bool:
@@ -291,7 +299,7 @@ def _other_values(text: str, key: AnswerKey) -> list[Span]:
         for value in find_values(text)
         if any(one.kind == value.kind and value.unit in ("", one.unit) for one in expected)
         and (not value.next_word or value.next_word in _known_words(""))
-        and not any(one.readings & value.readings for one in known)
+        and not any(one.readings & value.readings or one.equals(value) for one in known)
     ]
 
 
@@ -301,8 +309,8 @@ def _said_polarity(text: str, key: AnswerKey) -> str | None:
     # "Yes, it does." and "It does, yes."
     said = {found for word in (_ends(clauses[0]) if clauses else []) if (found := polarity(word))}
     said = said or {found for clause in clauses if (found := polarity(clause))}
-    named = _ANSWER_IS.search(text)
-    if named and (word := re.search(r"[^\W\d_]+", named[1])) and (found := polarity(word[0])):
+    named = NAMED.search(text)
+    if named and (word := re.search(r"[^\W\d_]+", named["rest"])) and (found := polarity(word[0])):
         said = {found}
     if len(said) == 1:
         return said.pop()
@@ -329,15 +337,11 @@ def _implied_polarity(text: str, key: AnswerKey) -> str | None:
 
 def _is_final_right(text: str, key: AnswerKey) -> tuple[bool, str]:
     """Compare only the result of an answer: after `####`, in a box, after `answer`, or its last number."""
-    marked = marked_results(text) or _ANSWER_IS.findall(text)
-    last = marked[-1] if marked else text.splitlines()[-1] if text else ""
+    (found, _), lines = result(text), [*marked_results(text), *text.splitlines()[-1:]]
     for part in key.first_parts:
-        if expected := find_values(part):
-            found = (find_values(last)[:1] if marked else ()) or find_values(text)[-1:]
-            # Units are not compared: `#### 10` stands for dollars as well as for minutes.
-            is_same = bool(found and found[0].readings & expected[0].readings)
-        else:
-            is_same = match(last, part).contains
+        expected, _ = result(part)
+        # Units are not compared: `#### 10` stands for dollars as well as for minutes.
+        is_same = found and found.readings & expected.readings if expected else lines and match(lines[0], part).contains
         if is_same:
             return True, f"the result is {part}"
     return False, f"the result is not {key.text}"
