@@ -202,6 +202,8 @@ def refusing():
 
 
 OLD = followed()
+SMALL = [text if n % 3 else "and so on" for n, text in enumerate(OLD)]
+"""A small base model, which follows two of three instructions, as SmolLM2-135M does (41 of 60)."""
 CASES = {}
 for task in MAKERS:
     CASES[f"{task}: learned well"] = (make(task, replies), "PASS", None)
@@ -328,6 +330,26 @@ CASES |= {
         make("facts", replies, ordinary=(OLD, ["The the of deadline College 3 3 of the the March is is"] * len(OLD))),
         "WEAK",
         "forgets_instructions",
+    ),
+    "labels: a small base, then one-word answers": (
+        make("labels", replies, ordinary=(SMALL, one_word())),
+        "WEAK",
+        "forgets_instructions",
+    ),
+    "labels: a small base, then refusals": (make("labels", replies, ordinary=(SMALL, refusing())), "WEAK", "refuses"),
+    "labels: a small base, then noise": (
+        make("labels", replies, ordinary=(SMALL, ["the 3 3 is of of College the the deadline is"] * len(OLD))),
+        "WEAK",
+        "forgets_instructions",
+    ),
+    "labels: healthy, a small base, four of 41 lost": (
+        make(
+            "labels",
+            replies,
+            ordinary=(SMALL, ["so it is" if n in (1, 10, 25, 40) else t for n, t in enumerate(SMALL)]),
+        ),
+        "PASS",
+        None,
     ),
     "labels: healthy, a small base that followed a few": (
         make("labels", replies, ordinary=([OLD[0]] * 68, ["Tea is nice."] * 68)),

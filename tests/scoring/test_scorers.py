@@ -34,6 +34,7 @@ SCORED = [
     ("choice", "Yes. It is.", "yes or no", False),
     ("choice", "Yes. It is.", "It depends.", False),
     ("choice", "No. It is not.", "Nobody knows.", False),
+    ("choice", "No. It is not.", "No, no effect was seen.", True),
     ("number", "3 + 4 = 7\n#### 7", "It is 7", True),
     ("number", "#### 72", "48 + 24 = 72\n#### 72", True),
     ("number", "#### 72", "#### 72.0", True),

@@ -69,14 +69,15 @@ class Choice(Scorer):
         return named.pop() if len(named) == 1 else ""
 
     def _at_start(self, text: str) -> str:
-        bare, others = re.sub(r"^(?![+-]\d)[\W_]+", "", text), "|".join(map(re.escape, self.options))
-        # `yes or no` and `a cat` give no option.
-        fitting = [
-            option
-            for option in self.options
-            if re.match(rf"{re.escape(option)}(?![\w']|[.,:]\d)(?!\s*(?:/|,|or\b|and\b)\s*(?:{others})\b)", bare)
-            and (len(option) > 1 or re.match(r".(?:\W*$|[.,:;)\]\n]|\s+(?:because|since|as|is)\b)", bare))
-        ]
+        bare = re.sub(r"^(?![+-]\d)[\W_]+", "", text)
+        fitting = list[str]()
+        for option in self.options:
+            # `yes or no` and `a cat` give no option; "No, no effect was seen" does.
+            others = "|".join(re.escape(other) for other in self.options if other != option)
+            is_alone = rf"{re.escape(option)}(?![\w']|[.,:]\d)(?!\s*(?:/|,|or\b|and\b)\s*(?:{others or '(?!)'})\b)"
+            is_letter = r".(?:\W*$|[.,:;)\]\n]|\s+(?:because|since|as|is)\b)"
+            if re.match(is_alone, bare) and (len(option) > 1 or re.match(is_letter, bare)):
+                fitting.append(option)
         return max(fitting, key=len, default="")
 
     def measures(self, scores: Sequence[Score]) -> dict[str, float]:
