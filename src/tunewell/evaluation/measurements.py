@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tunewell.core.text import shorten_line
-from tunewell.evaluation.intervals import Interval, PairedDifference, compare_pair, share_interval
+from tunewell.evaluation.intervals import PairedDifference, compare_pair, share_interval
 from tunewell.records.report import (
     Answer,
     AnswerCounts,
@@ -94,11 +94,6 @@ class Measurements:
             return None
         tuned, base = [bool(one.tuned.right) for one in asked], [bool(one.base and one.base.right) for one in asked]
         return compare_pair(tuned, base, cluster_numbers(asked), names=("the tuned model", "the base model"))
-
-    @staticmethod
-    def share_interval(questions: Sequence[AnsweredQuestion]) -> Interval:
-        """Return the 95% interval of the share of right answers of the tuned model to some questions."""
-        return share_interval([bool(one.tuned.right) for one in questions], cluster_numbers(questions))
 
     @property
     def inspect_command(self) -> str:

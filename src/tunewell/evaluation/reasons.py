@@ -13,6 +13,7 @@ from tunewell.evaluation.measurements import (
     FEW_QUESTIONS,
     Measurements,
     cluster_numbers,
+    count_answers,
     quote_answer,
     short_loss,
     suggest_rate,
@@ -147,6 +148,13 @@ def right_answers(measured: Measurements) -> Iterator[Reason]:
         lead = f'always answering "{shorten_line(constant.text, 40)}"'
         what = f"{lead}: {score}, {count(constant.right)} by {lead}."
         yield from _compared(measured, "majority_only", what, constant.difference, example)
+    yield from _below_minimum(measured, score, example)
+
+
+def _below_minimum(measured: Measurements, score: str, example: str | None) -> Iterator[Reason]:
+    """Yield the reason if too few answers are right, of all questions or of those that no training row asks alike."""
+    judged, right = measured.judged, measured.num_right()
+    asked, noun = len(judged), measured.noun
     least = measured.min_right or 0.0
     if right < least * asked:
         yield Reason(
@@ -158,13 +166,13 @@ def right_answers(measured: Measurements) -> Iterator[Reason]:
         )
         return
     near, others = ([one for one in judged if one.is_near is is_near] for is_near in (True, False))
-    told = [sum(bool(one.tuned.right) for one in part) for part in (near, others)]
-    if len(near) >= FEW_QUESTIONS <= len(others) and measured.share_interval(others).high < least:
+    known, new = (count_answers([one.tuned for one in part], cluster_numbers(part)) for part in (near, others))
+    if len(near) >= FEW_QUESTIONS <= len(others) and new.right_interval and new.right_interval[1] < least:
         yield Reason(
             code="memorised",
             level="WEAK",
-            what=f"{count(told[0])} of {count(len(near))} right where a training row asks nearly alike, but "
-            f"{count(told[1])} of {count(len(others))} of the other {noun} (minimum: {percent(least, 0)}).",
+            what=f"{count(known.right)} of {count(known.judged)} right where a training row asks nearly alike, but "
+            f"{count(new.right)} of {count(new.judged)} of the other {noun} (minimum: {percent(least, 0)}).",
             example=quote_answer(next(one for one in others if not one.tuned.right), with_reference=True),
             next="Add rows that ask in other words. The report shows the score without near duplicates.",
         )
