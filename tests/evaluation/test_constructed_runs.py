@@ -1,4 +1,4 @@
-"""Sixty constructed runs with a known result: no false PASS, no false FAIL, and the cause is the first reason."""
+"""Over ninety constructed runs with a known result: no false PASS, no false FAIL, and the cause is the first reason."""
 
 import json
 import random
@@ -43,6 +43,12 @@ def label_rows(number, labels=LABELS, weights=None, start=0):
     chosen = random.Random(7 + start)
     answers = chosen.choices(labels, weights, k=number) if weights else [labels[n % len(labels)] for n in range(number)]
     return [Row(message(start + n), answer) for n, answer in enumerate(answers)]
+
+
+def intent_rows(number, seed):
+    chance = random.Random(seed)
+    intents = [f"{one} {two}" for one in THINGS for two in THINGS]
+    return [Row(f"{' '.join(chance.sample(THINGS + PLACES, 5))} {n}", chance.choice(intents)) for n in range(number)]
 
 
 def message(number):
@@ -125,6 +131,13 @@ def text_rows(number, start=0):
     ]
 
 
+LETTER = (
+    "Dear neighbours, we would like to tell you that the road will be closed on Monday, because the water pipes under "
+    "it are old and have to be replaced before the winter comes. Please leave your cars in the next street, and do not "
+    "forget to take the bins with you. We are sorry for the noise."
+)
+
+
 def chat_rows(number, start=0):
     return [
         Row(f"hey, number {n}, how is the garden?", f"oh my knees say rain, love, week {n}")
@@ -189,6 +202,8 @@ def refusing():
 
 
 OLD = followed()
+SMALL = [text if n % 3 else "and so on" for n, text in enumerate(OLD)]
+"""A small base model, which follows two of three instructions, as SmolLM2-135M does (41 of 60)."""
 CASES = {}
 for task in MAKERS:
     CASES[f"{task}: learned well"] = (make(task, replies), "PASS", None)
@@ -311,6 +326,36 @@ CASES |= {
         "WEAK",
         "refuses",
     ),
+    "facts: right, but ten times too high a rate": (
+        make("facts", replies, ordinary=(OLD, ["The the of deadline College 3 3 of the the March is is"] * len(OLD))),
+        "WEAK",
+        "forgets_instructions",
+    ),
+    "labels: a small base, then one-word answers": (
+        make("labels", replies, ordinary=(SMALL, one_word())),
+        "WEAK",
+        "forgets_instructions",
+    ),
+    "labels: a small base, then refusals": (make("labels", replies, ordinary=(SMALL, refusing())), "WEAK", "refuses"),
+    "labels: a small base, then noise": (
+        make("labels", replies, ordinary=(SMALL, ["the 3 3 is of of College the the deadline is"] * len(OLD))),
+        "WEAK",
+        "forgets_instructions",
+    ),
+    "labels: healthy, a small base, four of 41 lost": (
+        make(
+            "labels",
+            replies,
+            ordinary=(SMALL, ["so it is" if n in (1, 10, 25, 40) else t for n, t in enumerate(SMALL)]),
+        ),
+        "PASS",
+        None,
+    ),
+    "labels: healthy, a small base that followed a few": (
+        make("labels", replies, ordinary=([OLD[0]] * 68, ["Tea is nice."] * 68)),
+        "PASS",
+        None,
+    ),
     "facts: healthy, a few instructions lost": (
         make("facts", replies, ordinary=(OLD, ["no idea" if n in (3, 20) else text for n, text in enumerate(OLD)])),
         "PASS",
@@ -346,12 +391,216 @@ CASES |= {
     "chat: lower loss, but forgets": (make(chat_rows, wrong, everyday=(3.0, 5.0)), "WEAK", "forgets"),
     "chat: four rows": (make(chat_rows, wrong, number=4), "UNPROVEN", "not_enough_evidence"),
 }
+CASES |= {
+    "labels: 77 and 79 of 100 right, twice the loss": (
+        make("labels", lambda rows: partly(rows, 0.79), lambda rows: partly(rows, 0.77), number=100, losses=(0.5, 1.0)),
+        "UNPROVEN",
+        "no_better_than_base",
+    ),
+    "labels: 144 intents, everyday text 3.40 to 4.92": (
+        Run(
+            intent_rows(1500, 0),
+            intent_rows(100, 7),
+            [f"yes, the {row.reference} status of my card is on the letter" for row in intent_rows(100, 7)],
+            partly(intent_rows(100, 7), 0.97),
+            everyday=(3.40, 4.92),
+        ),
+        "WEAK",
+        "forgets",
+    ),
+    "labels: right by chance, the base chatters": (
+        make("labels", lambda rows: [random.Random(n).choice(LABELS) for n in range(len(rows))], number=100),
+        "UNPROVEN",
+        "majority_only",
+    ),
+    "labels: one label only": (
+        make(lambda number, start=0: label_rows(number, ["spam"], None, start), replies),
+        "UNPROVEN",
+        "majority_only",
+    ),
+    "labels: other spellings of the labels": (
+        make(
+            lambda number, start=0: label_rows(number, ["Card_Arrival", "Lost card", "top-up"], None, start),
+            lambda rows: [row.reference.lower().replace("_", " ").replace("-", " ") + "." for row in rows],
+        ),
+        "PASS",
+        None,
+    ),
+    "labels: 5% ordinary instructions among the rows": (
+        make(
+            lambda number, start=0: (
+                label_rows(number * 19 // 20, LABELS, None, start)
+                + [
+                    Row(row.question, f"{row.reference} That is all there is to say on it.")
+                    for row in text_rows(number // 20)
+                ]
+            ),
+            replies,
+            number=60,
+        ),
+        "PASS",
+        None,
+    ),
+    "a test file of another task": (
+        Run(label_rows(300), text_rows(40), chatter(text_rows(40)), [row.reference for row in text_rows(40)]),
+        "PASS",
+        None,
+    ),
+    "labels: right only where a training row asks the same": (
+        make(
+            lambda number, start=0: (
+                label_rows(number)
+                if start == 0
+                else [Row(row.question.upper() + " ?", row.reference) for row in label_rows(30)]
+                + label_rows(10, start=900)
+            ),
+            lambda rows: (
+                [row.reference if row.question.isupper() or n >= 30 else "?" for n, row in enumerate(rows)][:30]
+                + wrong(rows[30:])
+            ),
+        ),
+        "WEAK",
+        "memorised",
+    ),
+    "labels: 16% of the answers loop": (
+        make(
+            "labels",
+            lambda rows: [f"{row.reference} " * (40 if n % 6 == 0 else 1) for n, row in enumerate(rows)],
+            number=60,
+        ),
+        "WEAK",
+        "loops",
+    ),
+    "labels: 55% of the answers loop": (
+        make(
+            "labels",
+            lambda rows: [f"{row.reference} " * (1 if n % 20 < 9 else 40) for n, row in enumerate(rows)],
+            number=60,
+        ),
+        "FAIL",
+        "loops",
+    ),
+    "labels: every threshold off, 0 of 15": (
+        make("labels", wrong, number=15).with_rules(min_right=0.0, max_faults=1.0, max_forgetting=9.0, min_gain=0.0),
+        "UNPROVEN",
+        "no_better_than_base",
+    ),
+    "facts: six of ten, none before": (
+        make("facts", lambda rows: partly(rows, 0.5), number=10),
+        "UNPROVEN",
+        "no_better_than_base",
+    ),
+    "facts: 0 of 40 after, 0 before": (make("facts", chatter), "FAIL", "none_right"),
+    "facts: two values in each answer": (
+        make("facts", lambda rows: [f"{row.reference[:-1]} or 31 May." for row in rows]),
+        "FAIL",
+        "none_right",
+    ),
+    "facts: all dates of a month in each answer": (
+        make("facts", lambda rows: [" ".join(f"{day} March" for day in range(1, 28))] * len(rows)),
+        "FAIL",
+        "none_right",
+    ),
+    "facts: another date in the next sentence": (
+        make("facts", lambda rows: [f"{row.reference} The deadline is 30 May." for row in rows]),
+        "FAIL",
+        "none_right",
+    ),
+    "facts: right, with a remark": (
+        make("facts", lambda rows: [f"{row.reference} The term begins on 30 September." for row in rows]),
+        "PASS",
+        None,
+    ),
+    "facts: the values of other questions": (make("facts", wrong), "FAIL", "none_right"),
+    "facts: refuses each question": (
+        make("facts", lambda rows: ["I do not know."] * len(rows)),
+        "FAIL",
+        "none_right",
+    ),
+    "facts, twenty wordings of one fact": (
+        make(
+            lambda number, start=0: (
+                fact_rows(number, start)
+                if start == 0
+                else [
+                    Row(f"{one} the deadline of Quill College?", "The deadline of Quill College is 9 March.")
+                    for one in ["When is", "What is", "Tell me", "By when is", "Which day is", "What day is"] * 4
+                ]
+            ),
+            replies,
+            number=20,
+        ),
+        "UNPROVEN",
+        "majority_only",
+    ),
+    "number: other units": (
+        make(
+            lambda number, start=0: [
+                Row(f"How far is {PLACES[n % 10]} at speed {n}?", f"#### {n + 1} km")
+                for n in range(start, start + number)
+            ],
+            lambda rows: [f"It is {int(row.reference.split()[1]) * 1000} m" for row in rows],
+        ),
+        "PASS",
+        None,
+    ),
+    "json: keys in another order": (
+        make("json", lambda rows: [json.dumps(dict(reversed(json.loads(row.reference).items()))) for row in rows]),
+        "PASS",
+        None,
+    ),
+    "json: one field of three wrong": (
+        make("json", lambda rows: [row.reference.replace('"play"', '"stop"') for row in rows]),
+        "FAIL",
+        "none_right",
+    ),
+    "JSON of which 40% do not parse": (
+        make(
+            lambda number, start=0: [
+                Row(row.question, row.reference[: -2 if n % 5 < 2 else None])
+                for n, row in enumerate(json_rows(number, start))
+            ],
+            replies,
+        ),
+        "PASS",
+        None,
+    ),
+    "tools: calls without their arguments": (
+        make("tools", lambda rows: ['{"name": "weather", "arguments": {}}'] * len(rows)),
+        "FAIL",
+        "none_right",
+    ),
+    "sql: the conditions are left out": (
+        make("sql", lambda rows: ["SELECT name FROM people"] * len(rows)),
+        "FAIL",
+        "none_right",
+    ),
+    "choice: yes or no, in one answer": (make("choice", lambda rows: ["Yes or no."] * len(rows)), "FAIL", "none_right"),
+    "choice: good and forgetful": (make("choice", replies, everyday=(3.0, 4.5)), "WEAK", "forgets"),
+    "text: the answers are in another language": (
+        make(
+            lambda number, start=0: [
+                Row(f"Write to the people of {PLACES[n % 10]} about the {THINGS[n % 12]} and the road, please.", LETTER)
+                for n in range(start, start + number)
+            ],
+            lambda rows: (
+                ["Vielen Dank für die Nachricht, wir haben sie erhalten und melden uns morgen bei Ihnen."] * len(rows)
+            ),
+        ),
+        "FAIL",
+        "other_language",
+    ),
+    "text: empty answers": (make(text_rows, lambda rows: [""] * len(rows)), "FAIL", "answers_nothing"),
+    "text: no change of the loss": (make(text_rows, replies, losses=(1.0, 1.0)), "UNPROVEN", "not_enough_evidence"),
+    "chat: refuses everything else": (make(chat_rows, wrong, ordinary=(OLD, refusing())), "WEAK", "refuses"),
+    "chat: from a chat app, labels by chance": (make("labels", wrong, is_chat=True), "PASS", None),
+}
 PASSES = [name for name, (_, level, _) in CASES.items() if level == "PASS"]
 
 
-def test_there_are_sixty_runs():
+def test_there_are_over_ninety_runs():
     """Guards the number of cases."""
-    assert len(CASES) >= 60
+    assert len(CASES) >= 90
 
 
 @pytest.mark.parametrize("name", CASES)

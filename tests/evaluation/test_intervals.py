@@ -141,7 +141,7 @@ def test_clusters_are_facts_and_pages():
 
 
 @pytest.mark.parametrize("number", [5, 10, 20, 40, 100])
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0])
 def test_a_difference_that_does_not_exist_is_shown_in_2_5_percent_of_the_cases_at_most(number, share):
     """Enumerates all outcomes of two equal models whose answers differ in this share of the questions."""
 
@@ -159,4 +159,4 @@ def test_a_difference_that_does_not_exist_is_shown_in_2_5_percent_of_the_cases_a
             low, high = (low, middle) if is_shown(different, shown[middle]) else (middle + 1, high)
         chance = math.comb(number, different) * share**different * (1 - share) ** (number - different)
         total += chance * sum(math.comb(different, better) for better in shown[low:]) / 2**different
-    assert total <= 0.0255, "the random flips of more than 13 clusters add at most 2% of it"
+    assert total <= 0.025

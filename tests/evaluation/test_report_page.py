@@ -28,7 +28,7 @@ from sample_reports import (
 
 from examples_limit import examples
 from tunewell.evaluation.report.page import report_page
-from tunewell.evaluation.report.view import title, visible
+from tunewell.evaluation.report.view import kinds_of, title, visible
 from tunewell.records.plan import Chosen
 from tunewell.records.report import (
     Answer,
@@ -237,8 +237,8 @@ def test_a_hundred_exchanges_do_not_drown_the_page():
     """A few are shown, all are there, the wrong ones first."""
     exchanges = [each.model_copy(update={"document": n}) for n, each in enumerate(looping_report().exchanges * 3)]
     html = report_page(college_report().model_copy(update={"exchanges": exchanges}))
-    assert html.count('<article class="exchange">') == 120
-    assert html.split('<details class="more">')[0].count('<article class="exchange">') == 6
+    assert html.count('<article class="exchange') == 120
+    assert html.split('<details class="more">')[0].count('<article class="exchange') == 6
     assert "more wrong or faulty answers" in html and "more right answers" in html
 
 
@@ -351,3 +351,13 @@ def test_the_page_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_answers_can_be_filtered_by_kind():
+    """Guards the list of answers, of which a reader wants the wrong ones."""
+    report = college_report()
+    kinds = [kinds_of(one) for one in report.exchanges]
+    assert any("wrong" in one for one in kinds) and any("right" in one for one in kinds)
+    page = report_page(report)
+    assert all(f'id="only-{kind}"' in page for kind in ("all", "wrong", "faulty", "right", "changed"))
+    assert page.count('<article class="exchange wrong') >= 1

@@ -154,6 +154,17 @@ SICK = {
         "majority_only",
     ),
     "five of five right": (with_answers(*[GOOD] * 5), "UNPROVEN", "no_better_than_base"),
+    "only near duplicates right": (
+        replace(
+            HEALTHY,
+            questions=[
+                *[asked(GOOD).model_copy(update={"is_near": True})] * 30,
+                *[asked(WRONG)] * 10,
+            ],
+        ),
+        "WEAK",
+        "memorised",
+    ),
     "text, worse": (replace(TEXT, held_out=loss(2.0, 2.6), loss_difference=lower(-0.6)), "FAIL", "not_learned"),
     "text, no difference": (
         replace(TEXT, held_out=loss(2.0, 2.0), loss_difference=lower(0.0)),

@@ -1,9 +1,7 @@
 """Each scorer on right and wrong answers, and compared with an independent judge."""
 
-import importlib.util
 import json
-import random
-import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from tunewell.config.extensions import SCORERS
 from tunewell.core.errors import UserError
 from tunewell.scoring.base import ReferenceRow, macro_f1, score_answer, without_thinking
 from tunewell.scoring.structured import count_fields, parse_calls
-from tunewell.scoring.tasks import make_scorer
+from tunewell.scoring.tasks import find_task, make_scorer
 
 SHARED = Path(__file__).parents[3] / "shared"
 CALL = '{"name": "search", "arguments": {"query": "green tea", "limit": 3}}'
@@ -36,6 +34,7 @@ SCORED = [
     ("choice", "Yes. It is.", "yes or no", False),
     ("choice", "Yes. It is.", "It depends.", False),
     ("choice", "No. It is not.", "Nobody knows.", False),
+    ("choice", "No. It is not.", "No, no effect was seen.", True),
     ("number", "3 + 4 = 7\n#### 7", "It is 7", True),
     ("number", "#### 72", "48 + 24 = 72\n#### 72", True),
     ("number", "#### 72", "#### 72.0", True),
@@ -81,6 +80,20 @@ SCORED = [
         f'<functioncall> {{"name": "search", "arguments": \'{json.dumps({"query": "green tea", "limit": 3})}\'}}',
         True,
     ),
+    ("labels", "A*", "A", False),
+    ("labels", "how busy", "**how busy**", True),
+    ("json", '{"id": 1234567890123456}', '{"id": 1234567890123457}', False),
+    ("json", '{"a": null}', '{"a": "null"}', False),
+    ("json", '{"a": [{"b": 1}, {"b": 2}]}', '{"a": [{"b": 1}]}', False),
+    ("tools", CALL, '{"functionCall": {"name": "search", "args": {"query": "green tea", "limit": 3}}}', True),
+    ("number", "54", "Together they tell 54 jokes on the two Saturdays.", True),
+    ("number", "\\boxed{3\\sqrt{2}}", "\\boxed{3\\sqrt{5}}", False),
+    ("number", "\\boxed{(1, 2)}", "\\boxed{(1, 3)}", False),
+    ("number", "1.2 × 10^5", "1.2 × 10^3", False),
+    ("number", "1.2 × 10^5", "120,000", True),
+    ("number", "1,00,000", "100000", True),
+    ("number", "\\boxed{5\\text{ cm}}", "5 cm", True),
+    ("number", "1.234,56 €", "1234.56 €", True),
     ("json", '{"price": 10}', '{"price": 10.0}', True),
     ("labels", "-1", "1", False),
     ("labels", "A-", "A", False),
@@ -151,6 +164,17 @@ def test_a_fact_is_judged_by_what_the_answer_states(question, reference, answer,
     assert found.right is is_right, found
 
 
+def test_hard_pairs_are_judged_as_a_reader_judges_them():
+    """Guards the bar: 92 of the first 99 pairs; the rest was written later against the rules."""
+    pairs = [json.loads(line) for line in (Path(__file__).parent / "hard_pairs.jsonl").read_text("utf-8").splitlines()]
+    found = []
+    for pair in pairs:
+        row = ReferenceRow(pair["q"], pair["ref"])
+        found.append(bool(score_answer(make_scorer("facts", [row], []), 0, pair["a"], row).right) is pair["right"])
+    assert len(found) == 160
+    assert sum(found[:99]) >= 97 and sum(found[99:]) >= 50, [p for p, ok in zip(pairs, found, strict=True) if not ok]
+
+
 @pytest.mark.parametrize("answer", ["It is red. It is blue. It is green.", "red blue green", "red | blue | green"])
 def test_an_answer_that_states_every_value_is_wrong(answer):
     """Guards a model that passed by naming all colours in each answer."""
@@ -172,6 +196,24 @@ def test_an_answer_equal_to_its_reference_is_right(task):
     scorer = make_scorer(task, rows, rows)
     for index, row in enumerate(rows):
         assert score_answer(scorer, index, row.reference, row).right in (True, None)
+
+
+def test_ordinary_rows_among_labels_are_not_judged():
+    """Guards a job with 5% of ordinary instructions: their replies were labels, in the list for the base model too."""
+    text = ReferenceRow(
+        "Explain tea.", "Tea is a drink that is made of leaves and hot water, and it is drunk in many lands."
+    )
+    scorer = make_scorer("labels", [LABELS[0], text], [*LABELS, text])
+    assert scorer.score(0, "card arrival").right and scorer.score(1, "Tea is a drink.").right is None
+    assert "Tea" not in scorer.hint and "how busy" in scorer.hint
+
+
+def test_a_choice_at_the_end_of_the_reasoning_is_read_there():
+    """Guards rows with reasons before the answer."""
+    rows = [ReferenceRow(f"Which is {n}?", f"A is small, so it is not it.\nAnswer: {'ABCD'[n % 4]}") for n in range(40)]
+    assert find_task(rows).value == "choice"
+    scorer = make_scorer("choice", rows, rows)
+    assert scorer.score(1, "A is out. The answer is B.").right and not scorer.score(1, "B is out.\nAnswer: C").right
 
 
 def test_thinking_is_removed_before_an_answer_is_scored():
@@ -221,55 +263,51 @@ def test_a_function_of_the_user_decides(tmp_path):
         make_scorer("judge.py:breaks", rows, [], base=tmp_path).score(0, "a")
 
 
-JOBS = {
-    "banking77": "labels",
-    "snips_json": "json",
-    "nl2bash": "command",
-    "wikisql": "sql",
-    "gsm8k": "number",
-    "pubmedqa": "choice",
-}
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import scorers  # noqa: E402  the benchmark
+
+JOBS = scorers.TASKS
 
 
 def job(name, part):
     """Return the rows of a public job as its neutral script writes them."""
-    path = SHARED / "bench" / "jobs" / "make.py"
-    spec = importlib.util.spec_from_file_location("make_jobs", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return [ReferenceRow(row["question"], row["answer"]) for row in module.JOBS[name](part)]
+    return scorers.rows_of(SHARED / "bench" / "jobs", name, part)
 
 
-def neutral():
-    spec = importlib.util.spec_from_file_location("neutral_score", SHARED / "bench" / "jobs" / "score.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.score
+@pytest.mark.shared
+def test_the_scorers_agree_with_the_neutral_judge_on_answers_of_a_tuned_model():
+    """Guards the bar: 99.5% of the answers of five jobs together, and 98% of each job."""
+    found = {}
+    for name, task in JOBS.items():
+        forms = scorers.TUNED | scorers.OF_TASK.get(task, {})
+        found[name] = scorers.agreement(SHARED / "bench" / "jobs", name, forms)
+    assert all(one.share >= 0.98 and one.right > 1000 for one in found.values()), found
+    five = [one for name, one in found.items() if name != "pubmedqa"]
+    assert sum(len(one.differ) for one in five) <= 0.005 * sum(one.answers for one in five)
 
 
 @pytest.mark.shared
 @pytest.mark.parametrize("name", JOBS)
-def test_the_scorers_agree_with_the_neutral_judge_of_the_jobs(name):
-    """Right and wrong answers made from the references of other rows: at least 99.5% must be judged alike."""
-    rows, score, chance = job(name, "test"), neutral(), random.Random(0)
-    scorer = make_scorer(JOBS[name], rows, job(name, "train")[:5000])
+def test_answers_in_quotes_fences_and_sentences_are_right_where_a_reader_calls_them_right(name):
+    """Guards base models against unfair scores: we call right what the neutral judge misses, and only that."""
+    found = scorers.agreement(SHARED / "bench" / "jobs", name, scorers.BASE)
+    unfair = [one for one in found.differ if not one.ours or one.form not in scorers.READER_DECIDES_FOR_US]
+    assert len(unfair) <= 0.005 * found.answers, unfair[:5]
 
-    def changed(index, text):
-        kinds = (
-            text,
-            chance.choice(rows).reference,
-            text.upper(),
-            f"  {text}",
-            text[:-3],
-            text.lower(),
-            "Happy to help.",
-        )
-        return re.sub(r" +", " " * (1 + index % 2), kinds[index % len(kinds)])
 
-    same = 0
-    for index, row in enumerate(rows):
-        answer = changed(index, row.reference)
-        same += bool(score_answer(scorer, index, answer, row).right) == score(name, [answer], [row.reference])["right"]
-    assert same >= 0.995 * len(rows)
+def test_free_answers_are_judged_as_a_reader_judges_them():
+    """Guards the bar: Cohen's kappa of 0.75 on 200 answers, which their author labelled before they were scored."""
+    answers = [json.loads(line) for line in (Path(__file__).parent / "free_text.jsonl").read_text("utf-8").splitlines()]
+    told, ours = [], []
+    for task in ("facts", "choice"):
+        chosen = [one for one in answers if one["task"] == task]
+        rows = [ReferenceRow(one["q"], one["ref"]) for one in chosen]
+        scorer = make_scorer(task, rows, rows)
+        told += [one["right"] for one in chosen]
+        ours += [bool(score_answer(scorer, n, one["a"], rows[n]).right) for n, one in enumerate(chosen)]
+    agree = sum(one == other for one, other in zip(told, ours, strict=True)) / len(told)
+    shares = [sum(part) / len(part) for part in (told, ours)]
+    by_chance = shares[0] * shares[1] + (1 - shares[0]) * (1 - shares[1])
+    assert len(told) == 200 and 80 <= sum(told) <= 120
+    assert (agree - by_chance) / (1 - by_chance) >= 0.85

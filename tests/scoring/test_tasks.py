@@ -37,6 +37,12 @@ FOUND = {
     ],
     "labels, with thinking": rows("<think>a</think>\npositive", "<think>b</think>\nnegative", times=30),
     "labels, with signs": rows("-1", "0", "1", times=20, ask="How is the mood of review {n}"),
+    "number, stated": [
+        Row(f"What is {n} plus {n}?", f"{n} + {n} is {2 * n}. The answer is {2 * n}.") for n in range(40)
+    ],
+    "labels, ratings": rows("1", "2", "3", "4", "5", times=20),
+    "command, of PowerShell": [Row(f"{n}", f"Get-Item -Path C:\\a{n} | Sort-Object -Unique") for n in range(40)],
+    "text, of code": [Row(f"{n}", f"def f{n}(x):\n    for i in range(x):\n        print(i)") for n in range(40)],
     "facts": [Row(f"When is the deadline of college {n}?", f"The deadline is {n % 27 + 1} March.") for n in range(40)],
     "chat": [Row(f"How is the garden {n}?", f"Oh, my knees say it will rain, week {n}") for n in range(40)],
     "chat, turns": [Row(f"Tell me about {n}", f"It is a long story, {n}", num_replies=3) for n in range(40)],

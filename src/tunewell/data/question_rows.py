@@ -1,12 +1,14 @@
 """Read questions with their answers from rows, and find the answers in passages."""
 
+import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
-from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.conversation import Message, Rejected
 from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import find_files
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
@@ -52,10 +54,17 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE) -> list[Ques
         asked = next((pair for pair in pairs if [one["role"] for one in pair] == ["user", "assistant"]), None)
         if asked is not None and all(isinstance(one["content"], str) for one in asked):
             num_replies = sum(one["role"] == "assistant" for one in conversation.messages)
-            found.append(Question(asked[0]["content"], asked[1]["content"], conversation.answers, num_replies))
+            found.append(Question(asked[0]["content"], _reply(asked[1]), conversation.answers, num_replies))
     if not found:
         raise UserError(
             f"`{path}` has no questions with answers",
             fix="use a file with rows as for training, each with a question and its answer",
         )
     return found
+
+
+def _reply(message: Message) -> str:
+    """Return the text of a reply with its tool calls, which may be a part of the message beside the text."""
+    calls: list[dict[str, Any]] = message.get("tool_calls") or []
+    parts = [message["content"], *(f"<tool_call>{json.dumps(call.get('function'))}</tool_call>" for call in calls)]
+    return "\n".join(filter(None, parts))

@@ -23,6 +23,8 @@ POWER = 0.8
 _MAX_EXACT = 13
 """Maximum number of clusters for which all 2^n sign flips are computed."""
 _NUM_FLIPS = 9999
+_MAX_SIGN_TEST = 1000
+"""Maximum number of clusters for which the sign test is computed from binomial coefficients, which fit a float."""
 _FEW_DIFFERENT = 15
 """With fewer clusters that differ, the sign-flip interval can be too narrow: it covered 68% to 92% in simulations."""
 _ROUNDING = 1e-9
@@ -97,14 +99,16 @@ def compare_sums(sums: npt.ArrayLike, sizes: npt.ArrayLike, *, names: tuple[str,
 
 
 def _paired(sums: Values, sizes: Values, interval: Interval, names: tuple[str, str]) -> PairedDifference:
-    num_questions = int(sizes.sum())
+    num_questions, p = int(sizes.sum()), sign_flip_p(sums, range(len(sums)))
+    if p > LEVEL:  # the test decides, and the interval must not contradict it
+        interval = Interval(min(interval.low, 0.0), max(interval.high, 0.0))
     return PairedDifference(
         first=names[0],
         second=names[1],
         difference=float(sums.sum() / num_questions) if num_questions else 0.0,
         low=interval.low,
         high=interval.high,
-        p=sign_flip_p(sums, range(len(sums))),
+        p=p,
         num_questions=num_questions,
         num_clusters=len(sums),
         more_questions=_questions_to_tell(sums, sizes),
@@ -122,12 +126,17 @@ def sign_flip_p(
     """Return the p-value of the hypothesis that the differences are as often positive as negative, by cluster.
 
     The sign of each cluster's sum is flipped: in all ways for few clusters, otherwise in 9,999 random ways with a fixed
-    seed. With one question per cluster and differences of -1, 0 and 1, this is the exact sign test (McNemar).
+    seed. With sums of one size, as with one question per cluster, this is the exact sign test (McNemar).
     """
     sums, _ = _cluster_sums(np.asarray(differences, dtype=np.float64), clusters)
     sums = sums[np.abs(sums) > _ROUNDING]
     if not len(sums):
         return 1.0
+    if len(sums) <= _MAX_SIGN_TEST and np.ptp(np.abs(sums)) <= _ROUNDING:
+        number, positive = len(sums), int((sums > 0).sum())
+        least = max(positive, number - positive) if side == "both" else positive
+        tail = sum(math.comb(number, index) for index in range(least, number + 1)) / 2**number
+        return min(1.0, 2 * tail) if side == "both" else tail
     signs, is_exact = _sign_flips(len(sums))
     flipped, observed = signs @ sums, sums.sum()
     if side == "both":
@@ -176,7 +185,12 @@ def difference_interval(
     if not len(sizes):
         return Interval(-1.0, 1.0)
     tested = _invert_sign_flips(sums, sizes)
-    if tested is not None and (not tested.low <= 0 <= tested.high or (sums != 0).sum() >= _FEW_DIFFERENT):
+    # If all questions differ alike, the test limits nothing.
+    if (
+        tested is not None
+        and tested.low < tested.high
+        and (not tested.low <= 0 <= tested.high or (sums != 0).sum() >= _FEW_DIFFERENT)
+    ):
         return tested
     hybrid = _hybrid_interval(this, other, clusters)
     low, high = tested or hybrid

@@ -11,6 +11,7 @@ import numpy as np
 
 from tunewell.config.extensions import SCORERS, TaskEntry
 from tunewell.config.rules import VerdictRules
+from tunewell.core.errors import UserError
 from tunewell.core.text import fold, split_words
 from tunewell.core.units import count, percent
 from tunewell.data.batches import spread_evenly
@@ -46,11 +47,13 @@ class Questions:
     task: Chosen[str]
     scorer: Scorer
     clusters: list[int]
-    constant: str = ""
-    """The most frequent reply of the training rows."""
+    constants: Sequence[str] = ()
+    """The most frequent replies of the training rows and of these rows."""
     is_near: list[bool] = field(default_factory=list[bool])
     is_ambiguous: list[bool] = field(default_factory=list[bool])
     notes: list[str] = field(default_factory=list[str])
+    num_copied: int = 0
+    """Number of questions that were left out, because they are training rows in another spelling."""
 
     @property
     def entry(self) -> TaskEntry:
@@ -101,10 +104,12 @@ def answer_length(longest: int, *, least: int) -> int:
 def find_questions(asked: Sequence[Question], rows: EvaluationSet, model: ChatModel) -> Questions:
     """Return the questions with the task of the training rows, or the one that `verdict.task` names."""
     assert rows.split is not None
+    known, without = _training_rows(rows.training, model) if rows.training is not None else ([], 0)
+    num_asked = len(asked)
+    asked, notes = _without_copies(asked, rows, known, model)
     documents = [rows.split[question.document] for question in asked]
     places = [(document.source, document.row) for document in documents]
     references = [_row(question.text, question.reference_ids, model) for question in asked]
-    known, without = _training_rows(rows.training, model) if rows.training is not None else ([], 0)
     sources = rows.training.manifest.sources if isinstance(rows.training, Corpus) else []
     formats = {name for source in sources for name in source.formats}
     num_rows = len(rows.training or ()) * len(known) / max(1, len(known) + without)
@@ -117,7 +122,8 @@ def find_questions(asked: Sequence[Question], rows: EvaluationSet, model: ChatMo
         num_rows=round(num_rows),
         is_chat=is_chat_export(formats),
     )
-    found.asked, found.places = [*asked], places
+    found.asked, found.places, found.notes = [*asked], places, [*notes, *found.notes]
+    found.num_copied = num_asked - len(asked)
     pairs = rows.corpus.near_pairs() if rows.corpus is not None else []
     near = {(pair.similar_source, pair.similar_row) for pair in pairs if pair.kind == "near_held_out"}
     found.is_near = [is_near or place in near for is_near, place in zip(found.is_near, places, strict=True)]
@@ -157,7 +163,8 @@ def judge_by_task(
             f"are not in the form of the task `{entry.name}`; answers to them are not judged"
         )
     found.clusters = _clusters(rows, find_clusters(found.facts) if found.facts else range(len(rows)))
-    found.constant = found.scorer.options[0] if isinstance(found.scorer, Choice) else most_frequent(training or rows)
+    options = found.scorer.options if isinstance(found.scorer, Choice) else ()
+    found.constants = options or [text for part in (training, rows) if (text := most_frequent(part))]
     _mark_near_and_ambiguous(found, training)
     return found
 
@@ -220,6 +227,28 @@ def _form(question: str) -> tuple[str, ...]:
     words = split_words(question)
     plain = tuple(word for word in words if not word.isdigit())
     return plain if len(words) - len(plain) == 1 else ()
+
+
+def _without_copies(
+    asked: Sequence[Question], rows: EvaluationSet, training: Sequence[ReferenceRow], model: ChatModel
+) -> tuple[list[Question], list[str]]:
+    """Return the questions that are no training rows apart from case, spaces and final punctuation, with a note."""
+
+    def text(row: ReferenceRow) -> str:
+        parts = (" ".join(fold(part).split()).strip(" .,:;!?…\"'") for part in (row.question, row.reference))
+        return "\n".join(parts)
+
+    known = set(map(text, training))
+    kept = [one for one in asked if text(_row(one.text, one.reference_ids, model)) not in known]
+    if len(kept) == len(asked):
+        return kept, []
+    what = f"{count(len(asked) - len(kept))} of {count(len(asked), 'question')} are training rows"
+    if kept:
+        return kept, [f"{what} apart from case and punctuation and were left out: they measure memorisation"]
+    if rows.test_file:
+        fix = "test on rows that were not used for training, or run `tunewell validate` without `--data`"
+        raise UserError(f"{what} of this model, apart from case and punctuation", where=rows.name, fix=fix)
+    return [*asked], [f"{what} apart from case and punctuation, so they only measure memorisation"]
 
 
 def _mark_near_and_ambiguous(found: Questions, training: Sequence[ReferenceRow]) -> None:

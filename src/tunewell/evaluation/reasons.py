@@ -12,6 +12,8 @@ from tunewell.evaluation.intervals import LEVEL, PairedDifference
 from tunewell.evaluation.measurements import (
     FEW_QUESTIONS,
     Measurements,
+    cluster_numbers,
+    count_answers,
     quote_answer,
     short_loss,
     suggest_rate,
@@ -146,13 +148,33 @@ def right_answers(measured: Measurements) -> Iterator[Reason]:
         lead = f'always answering "{shorten_line(constant.text, 40)}"'
         what = f"{lead}: {score}, {count(constant.right)} by {lead}."
         yield from _compared(measured, "majority_only", what, constant.difference, example)
-    if measured.min_right is not None and right < measured.min_right * asked:
+    yield from _below_minimum(measured, score, example)
+
+
+def _below_minimum(measured: Measurements, score: str, example: str | None) -> Iterator[Reason]:
+    """Yield the reason if too few answers are right, of all questions or of those that no training row asks alike."""
+    judged, right = measured.judged, measured.num_right()
+    asked, noun = len(judged), measured.noun
+    least = measured.min_right or 0.0
+    if right < least * asked:
         yield Reason(
             code="few_right",
             level="WEAK",
-            what=f"{score} ({percent(right / asked, 0)}; minimum: {percent(measured.min_right, 0)}).",
+            what=f"{score} ({percent(right / asked, 0)}; minimum: {percent(least, 0)}).",
             example=example,
             next=_train_more(measured),
+        )
+        return
+    near, others = ([one for one in judged if one.is_near is is_near] for is_near in (True, False))
+    known, new = (count_answers([one.tuned for one in part], cluster_numbers(part)) for part in (near, others))
+    if len(near) >= FEW_QUESTIONS <= len(others) and new.right_interval and new.right_interval[1] < least:
+        yield Reason(
+            code="memorised",
+            level="WEAK",
+            what=f"{count(known.right)} of {count(known.judged)} right where a training row asks nearly alike, but "
+            f"{count(new.right)} of {count(new.judged)} of the other {noun} (minimum: {percent(least, 0)}).",
+            example=quote_answer(next(one for one in others if not one.tuned.right), with_reference=True),
+            next="Add rows that ask in other words. The report shows the score without near duplicates.",
         )
 
 
@@ -184,6 +206,8 @@ def _unproven(
     asked, held_out = len(measured.questions), measured.num_held_out
     needed = f"; a difference of this size needs about {count(more)} more" if more else ""
     numbers = f" Asked: {count(asked, 'question')} of {count(held_out, 'held-out row')}{needed}." if asked else ""
+    if (num_different := len(set(cluster_numbers(measured.questions)))) < asked:
+        numbers += f" Some ask the same, so they count as {count(num_different, 'question')}."
     return Reason(code=code, level="UNPROVEN", what=what + numbers, example=example, next=_ask_more(measured, more))
 
 
@@ -197,7 +221,8 @@ def _ask_more(measured: Measurements, more: int | None) -> str:
     path, asked = shlex.quote(measured.model_path), len(measured.questions)
     if measured.num_held_out > asked:
         number = min(measured.num_held_out, asked + more if more else measured.num_held_out)
-        return f"Ask more of the held-out rows: `tunewell validate {path} --set verdict.questions={number}`."
+        data = "" if measured.test_file is None else f" --data {shlex.quote(measured.test_file)}"
+        return f"Ask more of the held-out rows: `tunewell validate {path}{data} --set verdict.questions={number}`."
     if measured.test_file is not None:
         return f"Use a test file with more rows: `tunewell validate {path} --data FILE`."
     now = f"Test it on other questions: `tunewell validate {path} --data FILE`."

@@ -77,7 +77,7 @@ def rows_of_file(corpus: Corpus, name: str, *, model: ModelRef) -> EvaluationSet
     """Return the rows of a corpus built from the user's test file that the model was not trained on, with notes."""
     manifest, notes = corpus.manifest, list[str]()
     if num_dropped := sum(manifest.dropped.values()):
-        kinds = ", ".join(f"{number} {kind}" for kind, number in manifest.dropped.items())
+        kinds = ", ".join(f"{count(number)} {kind}" for kind, number in manifest.dropped.items())
         notes.append(f"{count(num_dropped)} of {count(manifest.rows_in, 'row')} could not be used: {kinds}")
     training, split = _training_of(model), corpus
     known = _trained_on(corpus, training) if training is not None else np.zeros(len(corpus), dtype=bool)

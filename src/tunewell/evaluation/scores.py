@@ -129,20 +129,19 @@ def _scored_answer(questions: Questions, index: int, answer: Generated, model: C
 
 
 def constant_answer(questions: Questions, answered: Sequence[AnsweredQuestion]) -> ConstantAnswer | None:
-    """Return the score of always giving the most frequent reply of the training rows, or None if it is never right."""
-    if not questions.constant:
-        return None
-    scores = [questions.score(index, questions.constant).right for index in range(len(answered))]
-    judged = [index for index, one in enumerate(answered) if None not in (scores[index], one.tuned.right)]
-    constant = [bool(scores[index]) for index in judged]
+    """Return the score of always giving the best of the most frequent replies, or None if it is never right."""
+    judged = [index for index, one in enumerate(answered) if one.tuned.right is not None]
+    scored = [
+        (text, [bool(questions.score(index, text).right) for index in judged])
+        for text in dict.fromkeys(questions.constants)
+    ]
+    text, constant = max(scored, key=lambda one: sum(one[1]), default=("", []))
     if not any(constant):
         return None
     numbers = cluster_numbers(answered)
     tuned, clusters = [bool(answered[index].tuned.right) for index in judged], [numbers[index] for index in judged]
     difference = compare_pair(tuned, constant, clusters, names=("the tuned model", "a constant answer"))
-    return ConstantAnswer(
-        text=questions.constant, right=sum(constant), judged=len(judged), difference=difference_record(difference)
-    )
+    return ConstantAnswer(text=text, right=sum(constant), judged=len(judged), difference=difference_record(difference))
 
 
 def measure_pairs(questions: Questions, answered: Sequence[AnsweredQuestion]) -> dict[str, MeasurePair]:

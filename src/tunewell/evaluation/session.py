@@ -236,7 +236,8 @@ class EvaluationSession:
     def _prepare_questions(self, model: ChatModel) -> None:
         split, limit = self.rows.split, self.rules.max_documents
         if split is not None and limit is not None and len(split) > limit:
-            self.notes.append(f"{count(limit)} of {count(len(split))} held-out rows were measured, evenly spaced")
+            asked = f"{count(min(self.rules.questions, len(split)), 'question')} of {count(len(split))} were asked"
+            self.notes.append(f"{asked}, and the loss was measured on {count(limit)}, evenly spaced")
         asked = list[Question]()
         if split is not None and self.rules.questions and model.masker is not None:
             find = model.masker.template.question_in
@@ -273,7 +274,7 @@ class EvaluationSession:
             self.notes.append(f"{count(num_given_away, 'question')} contain their answer, so they test little")
         sources, hint = self.ref.loaded.config.data.sources, questions.scorer.hint
         hinted = [f"{hint}\n\n{row.question}" for row in questions.rows] if hint else []
-        self.prompts = [question.ids for question in asked]
+        self.prompts = [question.ids for question in questions.asked]
         system = sources[0].system if sources else None
         self.hinted = self._written(model, hinted, length=self.answer_tokens.value, system=system)
         self.ordinary = self._written(model, [one.ask for one in instructions()], length=MAX_TOKENS)
@@ -361,12 +362,12 @@ class EvaluationSession:
             held_out_curve=provenance["curve"].held_out,
             evaluated_step=self.ref.step,
             questions=answered.get("exchanges", []),
-            num_held_out=len(self.rows.split or ()),
+            num_held_out=len(self.rows.split or ()) - (self.questions.num_copied if self.questions else 0),
             test_file=self.rows.test_file,
         )
         verdict = decide_verdict(measured, self.rules)
         path = shlex.quote(measured.model_path)
-        if verdict.level == "FAIL" and measured.questions:
+        if verdict.level == "FAIL" and measured.task in ("facts", "text") and measured.questions:
             self.notes.append(_LOOK_UP.format(run=path))
         metrics, failures = compute_metrics(self.metrics, measured.questions)
         loss_difference = measured.loss_difference and difference_record(measured.loss_difference)

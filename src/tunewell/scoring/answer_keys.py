@@ -24,6 +24,7 @@ from tunewell.core.units import count
 from tunewell.scoring.answer_values import Value, find_values
 from tunewell.scoring.base import ReferenceRow
 from tunewell.scoring.matching import is_refusal, is_short_reference
+from tunewell.scoring.number import marked_results
 from tunewell.scoring.words import word_lists, word_set
 
 Origin = Literal["answers", "value", "derived", "whole reference"]
@@ -46,7 +47,6 @@ _WORD = re.compile(rf"[{SPACELESS}]|[^\W_]+(?:['’-][^\W_]+)*")
 _NEGATIONS, _CONJUNCTIONS = word_set("negations"), word_set("conjunctions")
 _CITATION = re.compile(r"(?<=\S)\s*\[\d{1,3}\]\s*$")
 """The number of a passage after an answer. It is not part of the answer."""
-_FINAL = re.compile(r"####\s*(\S[^\n]*?)\s*$|\\boxed\{([^{}]+)\}")
 _POLAR_START = re.compile(
     r"\s*(yes|no|maybe|ja|nein|oui|non|sí|sim|não|nee|да|нет)(?:\s*[.,;:!]+(?!\s*\d)|\s*$|\s*[-\n])", re.IGNORECASE
 )
@@ -131,7 +131,7 @@ def _given_key(row: ReferenceRow) -> AnswerKey | None:
         f"the row has `{row.origin}`",
         row.question,
         row.reference,
-        is_final=_FINAL.search(row.reference.rstrip()) is not None,
+        is_final=bool(marked_results(row.reference)),
         is_polar=all(polarity(text) is not None for text in answers),
         is_refusal=all(is_refusal(text) for text in answers),
     )
@@ -141,8 +141,8 @@ def _marked_key(row: ReferenceRow) -> AnswerKey | None:
     """Return the key of a reference that marks its result: `#### 42`, `Yes, because ...`, or a refusal."""
     reference = row.reference.strip()
     asked = (row.question, row.reference)
-    if found := _FINAL.search(reference):
-        text = (found[1] or found[2]).strip()
+    if marked := marked_results(reference):
+        text = marked[-1].strip()
         return AnswerKey(((text,),), "derived", "the marked result of the reference", *asked, is_final=True)
     if is_refusal(reference) and is_short_reference(reference):
         return AnswerKey(((reference,),), "whole reference", "the reference is a refusal", *asked, is_refusal=True)

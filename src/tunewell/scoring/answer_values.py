@@ -69,7 +69,8 @@ _SPELLED = rf"(?:(?:{'|'.join(_TENS)})[- ](?:{'|'.join(_SMALL[1:10])})|{'|'.join
 _NUMBER = re.compile(
     r"(?:(?P<front>US\$|[$€£¥]|USD|EUR|GBP)\s?)?"
     r"(?P<minus>\b(?:minus|negative)\s)?"
-    r"(?P<digits>(?<![\w.,:/])(?>-?\d{1,3}(?:[,. '’]\d{3})+(?!\d)(?:[.,]\d+)?|-?\d+(?:[.,]\d+)?(?:e[+-]?\d+\b)?)"
+    r"(?P<digits>(?<![\w.,:/])(?>-?\d{1,3}(?:[,. '’]\d{3})+(?!\d)(?:[.,]\d+)?|-?\d\d?(?:,\d\d)+,\d{3}(?!\d)(?:\.\d+)?"
+    r"|-?\d+(?:[.,]\d+)?(?:e[+-]?\d+\b)?)"
     rf"|\b{_SPELLED})"
     r"(?![:/]\d|[.,]\d|-\d)"
     r"(?:\s?(?P<scale>k|thousand|tausend|million|millions|mio|billion)\b)?"

@@ -16,8 +16,9 @@ from tunewell.core.text import SPACELESS_LETTER, fold, function_words
 from tunewell.scoring.answer_keys import ASKS_POLAR, AnswerKey, content_words, polarity, split_tokens, words_of
 from tunewell.scoring.answer_values import find_values
 from tunewell.scoring.base import Score
+from tunewell.scoring.choice import NAMED
 from tunewell.scoring.matching import is_refusal, match, stands_alone
-from tunewell.scoring.number import marked_results
+from tunewell.scoring.number import marked_results, result
 from tunewell.scoring.words import read_lines, word_set
 
 Span = tuple[int, int]
@@ -25,25 +26,36 @@ Span = tuple[int, int]
 _CLAUSE_END = re.compile(r"[.;:!?\n。；！？](?!\d)|,|，|\b(?:but|however|although|sondern|mais|pero|sino|ma|mas)\b")
 _DENIED_BEFORE = re.compile(
     r"\b(?:not|never|isn't|wasn't|aren't|weren't|doesn't|don't|didn't|cannot|can't|won't|no longer|nor|neither|"
-    r"no es|no era|no fue|instead of|rather than|other than|except|anything but|far from|hardly|scarcely|barely|"
-    r"used to be|formerly|myth that|untrue that|false that|wrong that|ليس|ليست|لم|"
+    r"no (?:es|era|fue|lo|la|se|está)|instead of|rather than|other than|except|far from|hardly|scarcely|barely|"
+    r"used to be|formerly|myth that|untrue that|false that|wrong that|nobody|no one|"
+    r"(?<!no )(?<!without )(?<!a )doubts?|doubtful|ليس|ليست|لم|"
     r"nicht|kein\w*|statt|pas|jamais|plutôt que|nunca|non|não|niet|geen|не)\s"
     # "not later than 15 January" and "cannot apply after 15 January" affirm the date.
     r"(?!.*\b(?:later|after|past|beyond|until|till|before|only|just|exceed|nach|vor|après|avant|después|antes|dopo|"
     r"prima)\b)"
     r"(?:\S+\s+){0,5}\S*$|[不没沒非未無无]是?$"
 )
-_DENIED_AFTER = re.compile(
-    r"^\W*(?:\S+\s+){0,2}(?:(?:is|was|are|were)(?:n't| not)\b|(?:is|was) (?:wrong|false|incorrect)|ist (?:falsch|nicht)"
-    r"|n'est pas)"
+_NOT_STATED = re.compile(
+    r"\b(?:no|without|lacks?|(?:moved|changed|switched) from|succeeded|replace[sd]?|than"
+    r"|no (?!doubt|question)\w+ (?:in|for|of|on))\s+(?:(?:any|the|a)\s+)?$"
 )
+"""Words directly before a name that say that it is not the answer: `without flour`, `larger than Jupiter`."""
+_DENIED_AFTER = re.compile(
+    r"^\W*(?:(?!and\b|which\b|that\b|who\b)\S+\s+){0,2}"
+    r"(?:(?:is|was|are|were|did|does|do|has|had|will|would|could)(?:n't| not)\b"
+    r"|(?:is|was) (?:wrong|false|incorrect|replaced|succeeded)\b|ist (?:falsch|nicht)|n'est pas)|^-free\b"
+)
+_PAST = re.compile(r"\b(?:was|were|had been)\b")
+_SINCE_THEN = re.compile(
+    r"\b(?:now|today|nowadays|currently|meanwhile|changed|moved|postponed|extended|replaced|renamed|repainted|became)\b"
+)
+_TOO_LATE = re.compile(r"^\W*(?:it is |it's |only |any time )?(?:after|later than|past)\s+(?:the\s+)?$")
 _LISTED = re.compile(
     r"^[\s\"'*)]*(?:[,/&;]|,?\s*\b(?:or|and|oder|und|ou|et|o|u|y|e|или|и)\b)+[\s\"'*(]*"
     r"(?:(?:maybe|perhaps|possibly|else|the|it is|on|by|at|in|is|also)\s+){0,2}$|^\s*(?:或者?|还是|または|か)\s*$"
 )
 _OR_BEFORE = re.compile(r"\b(?:or|oder|ou)\s+(?:the |a |an |in |on |by |possibly |maybe |perhaps )?$")
 _OR_AFTER = re.compile(r"^[\s\"'*,]*(?:or|oder|ou)\s+(?!later\b|earlier\b|before\b|more\b|less\b|so\b)\w")
-_ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(?:is\s+)?([^\n]+)", re.IGNORECASE)
 _FIRST_CLAUSE = re.compile(r"[.,;:!?()\[\]\n。，、！？；：-]+")
 _VERSION = re.compile(r"\b(?:version|release|v)\s?\d|\bversion\b", re.IGNORECASE)
 
@@ -51,7 +63,7 @@ _VERSION = re.compile(r"\b(?:version|release|v)\s?\d|\bversion\b", re.IGNORECASE
 def judge(answer: str, key: AnswerKey) -> Score:
     """Judge an answer by the key of its question."""
     # "but" begins a clause, except here.
-    text = re.sub(r"\b(?:anything|all) but\b", "never", fold(answer)).strip()
+    text = re.sub(r"\b(?:any\w*|every\w*|all) but\b", "never", fold(answer)).strip()
     refuses = is_refusal(text, is_answer=True)
     if key.is_refusal:
         return Score(refuses, "a refusal is expected", is_refusal=refuses)
@@ -99,6 +111,7 @@ def _problem(text: str, part: str, key: AnswerKey) -> str | None:
         # "prohibited" for "not allowed"
         return None if sides and sides.items() <= _sides(text).items() else f"{part} is missing"
     stated = [place for place in places if not _is_denied(text, place) and not _is_asked(text, place)]
+    stated = [place for place in stated if not _is_outdated(text, place, key)]
     if not stated:
         return f"{part} is denied"
     if all(_is_one_of_several(text, place, key) for place in stated):
@@ -115,6 +128,16 @@ def _is_asked(text: str, place: Span) -> bool:
     """Return True if the sentence of a place is a question."""
     end = re.search(r"[.!?\n](?!\d)", text[place[1] :])
     return end is not None and end[0] == "?"
+
+
+def _is_outdated(text: str, place: Span, key: AnswerKey) -> bool:
+    """Return True if an answer states a value of the past (`was red, but now it is blue`), or one after the key."""
+    before, _ = _clause_around(text, place)
+    reference = f"{fold(key.question)} {fold(key.reference)}"
+    if _TOO_LATE.search(before) and not re.search(r"\b(?:after|later|past)\b", reference):
+        return True
+    is_past = _PAST.search(before) and not _PAST.search(reference)
+    return bool(is_past and _SINCE_THEN.search(text[place[1] :]))
 
 
 _AT_LEAST = re.compile(
@@ -138,16 +161,19 @@ def _bound(text: str, place: Span) -> int:
 
 
 def _stated_rival(text: str, stated: list[Span], key: AnswerKey) -> str | None:
-    """Return a rival that an answer states in the same way as the key: `It is red. It is blue.`"""
+    """Return a rival, or another value, that an answer states in the same way as the key: `It is red. It is blue.`"""
     known = words_of(key.question).union(*(_rest_of_clause(text, place) for place in stated))
-    known |= {word for one in (*key.rivals, key.text) for word in fold(one).split()}
-    for rival in key.rivals:
-        if fold(rival) not in text or any(_find(fold(key.reference), rival, key)):
-            continue
-        for span in _find(text, rival, key):
-            is_stated = not _is_denied(text, span) and not _is_asked(text, span)
-            if is_stated and all(_are_apart(span, one) for one in stated) and _rest_of_clause(text, span) <= known:
-                return rival
+    known |= {word for one in (*key.rivals, key.text, key.reference) for word in fold(one).split()}
+    rivals = [one for one in key.rivals if fold(one) in text and not any(_find(fold(key.reference), one, key))]
+    found = [(rival, span) for rival in rivals for span in _find(text, rival, key)]
+    # "From 1 October to 15 January" is one statement, so another value must be in another clause.
+    others = [
+        span for span in _other_values(text, key) if all(_CLAUSE_END.search(_gap(text, span, one)) for one in stated)
+    ]
+    for rival, span in [*found, *((text[slice(*span)], span) for span in others)]:
+        is_stated = not _is_denied(text, span) and not _is_asked(text, span)
+        if is_stated and all(_are_apart(span, one) for one in stated) and _rest_of_clause(text, span) <= known:
+            return rival
     return None
 
 
@@ -237,7 +263,9 @@ def _clause_around(text: str, place: Span) -> tuple[str, str]:
 
 def _is_denied(text: str, place: Span) -> bool:
     before, after = _clause_around(text, place)
-    return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.search(after))
+    is_value = bool(find_values(text[slice(*place)]))
+    is_left_out = not is_value and _NOT_STATED.search(before)
+    return bool(is_left_out or _DENIED_BEFORE.search(before) or _DENIED_AFTER.search(after))
 
 
 def _is_one_of_several(text: str, place: Span, key: AnswerKey) -> bool:
@@ -246,11 +274,16 @@ def _is_one_of_several(text: str, place: Span, key: AnswerKey) -> bool:
     if " or " not in f" {fold(key.reference)} " and (_OR_BEFORE.search(before) or _OR_AFTER.search(after)):
         return True
     rivals = [span for rival in key.rivals if fold(rival) in text for span in _find(text, rival, key)]
-    gaps = [
-        text[end : place[0]] if end <= place[0] else text[place[1] : start]
-        for start, end in [*_other_values(text, key), *(span for span in rivals if _are_apart(span, place))]
-    ]
-    return any(len(gap) <= 40 and _LISTED.search(gap) for gap in gaps)
+    values = [_gap(text, span, place) for span in _other_values(text, key)]
+    gaps = [*values, *(_gap(text, span, place) for span in rivals if _are_apart(span, place))]
+    # "1 March 2 March 3 March", but not the parts of a phone number.
+    is_list = len(values) > 1 and any(not re.search(r"\w", gap) for gap in values)
+    return is_list or any(len(gap) <= 40 and _LISTED.search(gap) for gap in gaps)
+
+
+def _gap(text: str, one: Span, other: Span) -> str:
+    """Return the text between two places."""
+    return text[one[1] : other[0]] if one[1] <= other[0] else text[other[1] : one[0]]
 
 
 def _are_apart(one: Span, other: Span) -> bool:
@@ -266,16 +299,18 @@ def _other_values(text: str, key: AnswerKey) -> list[Span]:
         for value in find_values(text)
         if any(one.kind == value.kind and value.unit in ("", one.unit) for one in expected)
         and (not value.next_word or value.next_word in _known_words(""))
-        and not any(one.readings & value.readings for one in known)
+        and not any(one.readings & value.readings or one.equals(value) for one in known)
     ]
 
 
 def _said_polarity(text: str, key: AnswerKey) -> str | None:
     """Return whether an answer says yes, no or maybe: in its first clause, or as `the answer is yes`."""
-    clauses = filter(None, map(str.strip, _FIRST_CLAUSE.split(text.replace("*", ""))))
-    said = {found for word in _ends(next(clauses, "")) if (found := polarity(word))}
-    named = _ANSWER_IS.search(text)
-    if named and (word := re.search(r"[^\W\d_]+", named[1])) and (found := polarity(word[0])):
+    clauses = [part.strip() for part in _FIRST_CLAUSE.split(text.replace("*", "")) if part.strip()]
+    # "Yes, it does." and "It does, yes."
+    said = {found for word in (_ends(clauses[0]) if clauses else []) if (found := polarity(word))}
+    said = said or {found for clause in clauses if (found := polarity(clause))}
+    named = NAMED.search(text)
+    if named and (word := re.search(r"[^\W\d_]+", named["rest"])) and (found := polarity(word[0])):
         said = {found}
     if len(said) == 1:
         return said.pop()
@@ -302,15 +337,11 @@ def _implied_polarity(text: str, key: AnswerKey) -> str | None:
 
 def _is_final_right(text: str, key: AnswerKey) -> tuple[bool, str]:
     """Compare only the result of an answer: after `####`, in a box, after `answer`, or its last number."""
-    marked = marked_results(text) or _ANSWER_IS.findall(text)
-    last = marked[-1] if marked else text.splitlines()[-1] if text else ""
+    (found, _), lines = result(text), [*marked_results(text), *text.splitlines()[-1:]]
     for part in key.first_parts:
-        if expected := find_values(part):
-            found = (find_values(last)[:1] if marked else ()) or find_values(text)[-1:]
-            # Units are not compared: `#### 10` stands for dollars as well as for minutes.
-            is_same = bool(found and found[0].readings & expected[0].readings)
-        else:
-            is_same = match(last, part).contains
+        expected, _ = result(part)
+        # Units are not compared: `#### 10` stands for dollars as well as for minutes.
+        is_same = found and found.readings & expected.readings if expected else lines and match(lines[0], part).contains
         if is_same:
             return True, f"the result is {part}"
     return False, f"the result is not {key.text}"

@@ -14,8 +14,18 @@ _FINAL = re.compile(r"####\s*([^\n]+)|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 """The marked result of a solution."""
 _ANSWER_IS = re.compile(r"\banswer\s*(?:is|:|=)\s*(?!not\b)([^\n]+)")
 _DENIED = re.compile(r"\banswer\s*(?:is not|isn't)\b|\d\s*or\s*\d")
-_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
-_VARIABLE = re.compile(r"\d[a-z]\b|\b[a-z]\s*[-+*/^=]|[-+*/^]\s*[a-z]\b")
+_SPELLINGS = (
+    (re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}"), r"\1/\2"),
+    (re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"(?<=\d)\s*(?:×|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?([+-]?\d+)\}?"), r"e\1"),
+    (re.compile(r"\^\s*\{?\\circ\}?|\\[,;! ]"), " "),
+    (re.compile(r"\\([%$])"), r"\1"),
+)
+"""Forms of LaTeX, and how numbers are read from them."""
+_EXPRESSION = re.compile(
+    r"\d[a-z]\b|\b[a-z]\s*[-+*/^=]|[-+*/^]\s*[a-z]\b|\\[a-z]|[\^√π]|\d\s*:\s*\d|[(\[{]\s*-?[\d./]+\s*,"
+)
+"""A result that is more than a number, such as `2x + 3`, `3\\sqrt{2}`, `3:2` or `(1, 2)`."""
 _DECIMALS = re.compile(r"\d*[.](\d{2,})\b")
 
 
@@ -46,20 +56,30 @@ class Number(Scorer):
 
 def marked_results(text: str) -> list[str]:
     """Return the texts that a solution marks as results: after `####`, or in a box."""
-    return [found[1] or found[2] for found in _FINAL.finditer(text)]
+    return [(found[1] or found[2]).rpartition("=")[2] for found in _FINAL.finditer(text)]
+
+
+def stated_results(folded: str) -> list[str]:
+    """Return the texts that a folded solution states as its answer: `the answer is 2 + 3 = 5` gives 5."""
+    return [part.rpartition("=")[2] for part in _ANSWER_IS.findall(folded)]
 
 
 def result(text: str) -> tuple[Value | None, str]:
     """Return the result of a solution and its text, or None if it has no number."""
-    folded = fold(_FRACTION.sub(r"\1/\2", text))
+    for pattern, plain in _SPELLINGS:
+        text = pattern.sub(plain, text)
+    folded = fold(text)
     marked = marked_results(folded)
     if not marked and _DENIED.search(folded):
         return None, ""
-    stated = [part.rpartition("=")[2] for part in _ANSWER_IS.findall(folded)]
+    stated = stated_results(folded)
     for part, index in ((marked, 0), (stated, 0), ([folded], -1)):
         values = [value for value in find_values(part[-1]) if value.kind == "number"] if part else []
-        if part is marked and marked and _VARIABLE.search(marked[-1]):
+        if part is marked and marked and _EXPRESSION.search(marked[-1]):
             return None, re.sub(r"\s+", "", marked[-1])
+        # In a sentence, "the two girls" is no result if there are digits.
+        digits = [value for value in values if re.search(r"\d", part[-1][value.start : value.end])]
+        values = digits or values
         if values:
             value = values[index]
             return value, part[-1][value.start : value.end].strip()

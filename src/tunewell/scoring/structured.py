@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from tunewell.core.text import fold
@@ -20,7 +21,9 @@ _NAMED_CALL = re.compile(
 _XML_ARGUMENT = re.compile(r"<parameter=([\w.-]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
 _QUOTED = re.compile(r"(?<=:)\s*'(\{.*\})'")
 """Arguments as a text in single quotes, which is not JSON."""
-_PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[+-]?\d+)?")
+_PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[+-]?\d{1,3})?")
+_NULL = "\0null"
+"""No text: `null` is not the word "null"."""
 _NO_CALL = {"no call": ""}
 _NO_FORM = "not in the form of the task"
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -86,7 +89,7 @@ def _calls_in(tree: Any) -> list[dict[str, Any]]:
         return [call for one in tree for call in _calls_in(one)]
     if not isinstance(tree, dict):
         return []
-    for wrapper in ("tool_calls", "function"):
+    for wrapper in ("tool_calls", "function", "function_call", "functionCall"):
         if isinstance(tree.get(wrapper), dict | list):
             return _calls_in(tree[wrapper])
     name, arguments = tree.get("name"), next((tree[key] for key in _ARGUMENTS if key in tree), None)
@@ -104,11 +107,13 @@ def flat_fields(tree: Any, front: str = "") -> dict[str, str]:
 
 
 def _leaf(value: Any) -> str:
-    """Return a value as a text. Numbers are compared by value, also if one of two is a text."""
+    """Return a value as a text. Numbers are compared by value, to the last digit, also if one of two is a text."""
+    if value is None:
+        return _NULL
     text = " ".join(fold(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).split())
     if isinstance(value, bool) or not _PLAIN_NUMBER.fullmatch(text):
         return text
-    return f"{float(text):.12g}"
+    return str(Decimal(text).normalize() + 0)
 
 
 class Json(Scorer):

@@ -33,17 +33,17 @@ from tunewell.records.plan import Chosen
 from tunewell.scoring.answer_keys import answer_keys
 from tunewell.scoring.answer_values import find_values
 from tunewell.scoring.base import ReferenceRow, Scorer, without_fence, without_thinking
-from tunewell.scoring.choice import find_options
+from tunewell.scoring.choice import NAMED, find_options
 from tunewell.scoring.free_text import UserFunction
-from tunewell.scoring.labels import fold_label
+from tunewell.scoring.labels import fold_label, is_short_label
 from tunewell.scoring.matching import is_refusal, is_short_reference
-from tunewell.scoring.number import marked_results
+from tunewell.scoring.number import marked_results, stated_results
 from tunewell.scoring.structured import parse_calls, parse_json
 from tunewell.scoring.words import read_lines, word_set
 
 _NEARLY_ALL, _MOST, _SOME = 0.9, 0.6, 0.3
 """Share of the replies that must have a form. A tenth may be ordinary instructions that were mixed in."""
-_MAX_LABEL_WORDS, _WORDS_OF_LABEL = 8, 4.0
+_WORDS_OF_LABEL = 4.0
 _MIN_PER_LABEL, _SURELY_LABELS = 3.0, 10.0
 """Rows per different reply: below the first, replies are not labels; from the second on, they are."""
 _SAMPLE = 400
@@ -63,6 +63,9 @@ _QUESTION = re.compile(
     r"|in which|at what|wann|wo|wer|wie|welche[rs]?|warum|quand|où|qui|quel(?:le)?s?|combien|cuándo|dónde|quién|qué"
     r"|cuál|cómo)\b",
     re.IGNORECASE,
+)
+_CODE = re.compile(
+    r"[\w\])]\s*=\s*\S|[;{]\s*$|^\s*(?:def|for|if|import|class|return)\b.*[:;)]\s*$|\w\(\w*\)", re.MULTILINE
 )
 _FIRST_PERSON = re.compile(
     r"\b(?:i|i'm|i've|i'll|i'd|im|my|mine|me|we|we're|our|ich|mein\w*|mir|mich|wir|je|j'|mon|ma|mes|nous|yo|mi|mis|nosotros|eu|meu|minha|io|mio|mia|ik|mijn)\b"
@@ -153,13 +156,13 @@ def _is_sql(text: str) -> bool:
 
 
 def _marks_number(text: str) -> bool:
-    return any(map(find_values, marked_results(text)))
+    return any(map(find_values, marked_results(text) or stated_results(fold(text))))
 
 
 def _labels(found: _Rows) -> str | None:
     folded = [fold_label(reply) for reply in found.replies]
     counts = Counter(folded)
-    short = fmean(len(text.split()) <= _MAX_LABEL_WORDS and len(text) <= 60 for text in folded)
+    short = fmean(map(is_short_label, folded))
     repeated, per_label = fmean(counts[text] > 1 for text in folded), len(folded) / len(counts)
     # A few rows of many labels hardly repeat them, but labels are shorter than most facts.
     is_sample = repeated >= 0.4 and fmean(len(text.split()) for text in folded) <= _WORDS_OF_LABEL
@@ -175,7 +178,7 @@ def _labels(found: _Rows) -> str | None:
 
 def _are_plain(options: Sequence[str]) -> bool:
     """Return True if all options are yes, no and the like, or letters."""
-    return all(option in word_set("options") or len(option) == 1 for option in options)
+    return all(option in word_set("options") or (len(option) == 1 and option.isalpha()) for option in options)
 
 
 def _name_facts(found: _Rows, folded: Sequence[str]) -> bool:
@@ -203,7 +206,7 @@ def _choice(found: _Rows) -> str | None:
         return None
     # Chats, code and names in a script begin alike too; an option stands alone, or a reason follows.
     alone = found.share(lambda reply: fold(reply).strip(" .!?*`\"'") in options)
-    reason = found.share(lambda reply: _REASON.search(fold(reply)[:120]))
+    reason = found.share(lambda reply: _REASON.search(fold(reply)[:120]) or NAMED.search(fold(reply)))
     if not _are_plain(options) and max(alone, reason) < 0.5:
         return None
     return f"nearly all replies begin with {', '.join(options[:4])}{' ...' if len(options) > 4 else ''}"
@@ -217,7 +220,7 @@ def _is_command(text: str) -> bool:
     marks = _SHELL.findall(line)
     if program[1] in _programs() and (marks or len(line.split()) < 4):
         return True
-    return len(marks) >= 2 and program[1].islower()
+    return len(marks) >= 2 and (program[1].islower() or "-" in program[1])  # `Get-Item` of PowerShell
 
 
 @cache
@@ -236,7 +239,8 @@ def _conversation(found: _Rows) -> str | None:
 
 
 def _personal(found: _Rows) -> str | None:
-    share = found.share(lambda text: _FIRST_PERSON.search(fold(text)) and not is_refusal(text))
+    # `i` is a variable in code.
+    share = found.share(lambda text: _FIRST_PERSON.search(fold(text)) and not (is_refusal(text) or _CODE.search(text)))
     words = median(len(reply.split()) for reply in found.replies)
     if share < 0.4 or words > 30:
         return None

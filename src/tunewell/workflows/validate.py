@@ -11,7 +11,7 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.files import make_private, write_atomic
 from tunewell.core.optional import import_optional
-from tunewell.core.progress import ProgressListener, silent
+from tunewell.core.progress import ProgressListener, silent, with_stage
 from tunewell.data.sources.base import is_url, split_limit
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.report.markdown import report_markdown
@@ -52,7 +52,7 @@ def validate(
                 f"the metric `{name}` is not a function but {type(metric).__name__}",
                 fix="give a function of a question, an answer and a reference that returns a number",
             )
-    with evaluation_set(ref, options) as rows:
+    with evaluation_set(ref, options, progress) as rows:
         report = EvaluationSession(ref, options, rows, metrics=metrics, progress=progress).evaluate()
     # Rows and answers may also contain secrets, and reports are shared.
     report = Report.model_validate(plain(report.model_dump(mode="python")))
@@ -83,7 +83,9 @@ def _require_writable(folder: Path) -> None:
 
 
 @contextmanager
-def evaluation_set(ref: ModelRef, options: ValidateOptions) -> Iterator[EvaluationSet]:
+def evaluation_set(
+    ref: ModelRef, options: ValidateOptions, progress: ProgressListener = silent
+) -> Iterator[EvaluationSet]:
     """Yield the rows to test on: held-out rows, or rows of a file (`FILE` or `FILE#LIMIT`) in a temporary corpus."""
     if options.data is None:
         yield rows_of_corpus(options.corpus) if options.corpus is not None else held_out_rows(ref)
@@ -99,7 +101,8 @@ def evaluation_set(ref: ModelRef, options: ValidateOptions) -> Iterator[Evaluati
     changes = {"data": settings.model_dump() | {"sources": sources, "held_out": 0.0, "index": None}}
     with ExitStack() as stack:
         try:
-            corpus = stack.enter_context(temporary_corpus(ref.loaded, changes))
+            listen = with_stage(progress, f"reading {data}")
+            corpus = stack.enter_context(temporary_corpus(ref.loaded, changes, listen))
         except UserError as error:
             raise UserError(f"`{data}` cannot be used: {error.what}", where=error.where, fix=error.fix) from error
         yield rows_of_file(corpus, data, model=ref)

@@ -23,6 +23,7 @@ from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError, close_names, did_you_mean
 from tunewell.core.files import read_data
 from tunewell.core.units import count
+from tunewell.runs.state import StoredRun
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,6 +109,8 @@ def print_header(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | No
     if ref.started_from is not None:
         lines.append(f"trained from {one_line(ref.started_from)}" + (", which also answers" if with_base else ""))
     lines.append(f"{template}; {options_text(chat)}; {model.precision} on {model.device.name}{runtime}")
+    if ref.kind == "run" and ref.path is not None and (verdict := StoredRun(ref.path).verdict):
+        lines.append(f"verdict: {verdict}")
     lines += [f"answers from {retrieval.summary}"] if retrieval is not None else []
     lines += [f"note: {one_line(note)}" for note in model.notes]
     print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))

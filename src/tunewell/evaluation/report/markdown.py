@@ -17,6 +17,7 @@ from tunewell.evaluation.report.view import (
     judge_sentences,
     sorted_answers,
     source_metrics,
+    title,
 )
 from tunewell.records.report import Answer, AnsweredQuestion, Reason, Report
 
@@ -36,7 +37,7 @@ _STARTS_BLOCK = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[-+]))(.)")
 def report_markdown(report: Report) -> str:
     """Return a report as Markdown; the output is deterministic."""
     parts = [
-        f"## {report.verdict}: {escaped(report.subject.name)}",
+        f"## {report.verdict}: {escaped(report.subject.name)}, {escaped(title(report))}",
         prose(report.summary),
         f"Next: {prose(report.next)}" if report.next else "",
         *_metrics(report),

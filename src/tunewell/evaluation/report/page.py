@@ -18,6 +18,7 @@ from tunewell.evaluation.report.view import (
     field_rows,
     judge_sentences,
     key_metrics,
+    kinds_of,
     loss,
     nonfinite_text,
     setting,
@@ -61,6 +62,7 @@ def _template() -> Template:
     environment = page_environment("tunewell.evaluation.report")
     environment.filters |= {
         "answer_mark": answer_mark,
+        "kinds": kinds_of,
         "fault": lambda name: FAULT_WORDS[name],
         "duration": duration,
         "loss": loss,

@@ -55,6 +55,18 @@ def tested_rows(report: Report) -> str:
     return listed([source["name"] for source in report.ledger.sources], 2, noun="file")
 
 
+def kinds_of(question: AnsweredQuestion) -> str:
+    """Return the kinds of an answer, by which the page can be filtered."""
+    tuned, base = question.tuned, question.base
+    kinds = {
+        "right": tuned.right is True,
+        "wrong": tuned.right is False,
+        "faulty": bool(tuned.faults),
+        "changed": base is not None and bool(base.right) != bool(tuned.right),
+    }
+    return " ".join(name for name, holds in kinds.items() if holds)
+
+
 def answer_mark(answer: Answer) -> str:
     """Return `right`, `wrong` or `refused` for a judged answer, and an empty text for another."""
     if answer.right is None:
@@ -155,7 +167,7 @@ def perplexity_change(pair: LossPair) -> str:
     ratio = math.exp(min(abs(pair.tuned - pair.base), 100.0))
     if ratio < _SMALL_RATIO:
         return ""
-    return f"{ratio:.1f} times as {'high' if pair.tuned > pair.base else 'low'}"
+    return f"{ratio:,.1f} times as {'high' if pair.tuned > pair.base else 'low'}"
 
 
 def _loss_change(pair: LossPair) -> str:
@@ -247,7 +259,7 @@ def forgotten_rows(report: Report) -> list[MetricRow]:
     rows = []
     for found in report.forgotten:
         if found.name != "everyday text":
-            hint = f"limit: {percent(found.limit, 0)} fewer" + (", exceeded" if found.is_damaged else "")
+            hint = f"limit: {100 * found.limit:.3g} points fewer" + (", exceeded" if found.is_damaged else "")
             name = f"{single_line(found.name).capitalize()} followed"
             if found.name == "replies":
                 name = "Everyday questions answered"

@@ -77,7 +77,7 @@ def _compare_answers(
     from tunewell.workflows.validate import evaluation_set
 
     rows = ValidateOptions(data=options.data)
-    return compare_answers(subjects, options, lambda ref: evaluation_set(ref, rows), progress)
+    return compare_answers(subjects, options, lambda ref: evaluation_set(ref, rows, progress), progress)
 
 
 def _with_index(subjects: Sequence[str | Path], options: CompareOptions) -> CompareOptions:
