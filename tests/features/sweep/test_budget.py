@@ -50,7 +50,7 @@ def test_the_recommended_settings_are_tried_first_and_judged_by_right_answers(fo
     first = next(run for run in found.runs if run.name.startswith("01"))
     assert first.settings["train.learning_rate"] == "0.001"
     assert found.best in (first, found.runs[0])
-    assert "recommended settings" in found.conclusion and found.next_command.startswith("tunewell train")
+    assert "settings of `train`" in found.conclusion and found.next_command.startswith("tunewell train")
     assert len(found.runs) == 7 and len([run for run in found.runs if run.judged]) >= 2
 
 
@@ -71,10 +71,11 @@ def test_no_run_sees_a_row_of_the_verdict(folder: Path) -> None:
 
 
 def test_candidates_differ_in_one_value_that_the_user_did_not_set(folder: Path) -> None:
-    loaded = load_config({"train": {"epochs": 2}}, data="rows.jsonl", model="base")
+    given = ["train.epochs=2.0"]
+    loaded = load_config({"train": {"learning_rate": 1e-3}}, given, data="rows.jsonl", model="base")
     base = with_recommended(loaded, prepare(loaded).manifest)
     first, *others = candidates(base)
-    assert {own["train.epochs"] for own in others} == {"2.0"}
+    assert {own["train.epochs"] for own in others} == {2.0}
     rates = [own["train.learning_rate"] for own in others if own["train.learning_rate"] != first["train.learning_rate"]]
     assert sorted(float(rate) / float(first["train.learning_rate"]) for rate in rates) == [0.5, 2.0]
     for own in others:

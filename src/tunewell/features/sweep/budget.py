@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from tunewell.config.load import LoadedConfig, as_sets, with_changes
 from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener
 from tunewell.core.units import count, duration
-from tunewell.data.corpus.reader import open_corpus
 from tunewell.evaluation.intervals import LEVEL, compare_pair
-from tunewell.features.sweep.sweep import Settings, SweepResult, SweepSpec, Trial, TrialResult, name_trials
+from tunewell.features.sweep.sweep import SweepResult, SweepSpec, Trial, TrialResult, name_trials
 from tunewell.planning.recommendation import RECOMMENDED, is_open, with_recommended
 from tunewell.records.manifest import read_manifest, write_manifest
 from tunewell.records.report import read_report
@@ -25,6 +25,7 @@ from tunewell.workflows.prepare import prepare
 
 _CHANGES = (("rate", 2.0), ("batch", 0.5), ("rate", 0.5), ("epochs", 2.0), ("rank", 2.0), ("batch", 2.0))
 """In the order in which they are tried: the rate decides most."""
+_FIXED = ("train.schedule", "train.warmup")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _JUDGED = 100
 """Rows of the slice, if they are between a tenth and a quarter of the training rows."""
@@ -40,46 +41,35 @@ def parse_budget(text: str) -> float:
 def budgeted(
     spec: SweepSpec, loaded: LoadedConfig, out: Path, progress: ProgressListener
 ) -> tuple[SweepSpec, list[Trial]]:
-    """Return the runs that a sweep with a budget tries: the recommended settings first, then others near them.
+    """Return the runs that a sweep with a budget tries: the settings of `train` first, then others near them.
 
     Raises UserError if the budget is too short for two runs.
     """
-    assert spec.budget is not None
-    prepare(loaded, progress=progress)
-    corpus = loaded.path(loaded.config.corpus)
-    base = with_recommended(loaded, read_manifest(corpus))
-    tried = [own for own in candidates(base) if own]
-    seconds = [
-        plan(with_settings(base, own), PlanOptions(is_measuring=False)).prediction.seconds.expected for own in tried
-    ]
-    if sum(seconds[:2]) > spec.budget:
-        needed = f"one run takes about {duration(seconds[0])}, and two are the least"
-        raise UserError(
-            f"the budget of {duration(spec.budget)} is too short: {needed}", fix="give more time, or fewer rows"
-        )
-    trials = [replace(trial, seconds=own) for trial, own in zip(name_trials(tried), seconds, strict=True)]
-    alternatives = {key: list(dict.fromkeys(own[key] for own in tried)) for key in tried[0]}
+    manifest, corpus = prepare(loaded, progress=progress).manifest, loaded.path(loaded.config.corpus)
+    base, trials = with_recommended(loaded, manifest), list[Trial]()
+    tried = candidates(base)
+    for trial in name_trials([{key: str(value) for key, value in own.items()} for own in tried]):
+        own = replace(base, config=with_changes(base.config, tried[len(trials)]))
+        seconds = plan(own, PlanOptions(is_measuring=False)).prediction.seconds.expected
+        trials.append(replace(trial, seconds=seconds))
+    if (needed := sum(trial.seconds for trial in trials[:2])) > (spec.budget or 0.0):
+        fix = f"two runs take about {duration(needed)}: give more time, or fewer rows"
+        raise UserError(f"the budget of {duration(spec.budget or 0.0)} is too short", fix=fix)
+    alternatives = {key: list(dict.fromkeys(own.settings[key] for own in trials)) for key in trials[0].settings}
     return replace(spec, alternatives=alternatives, fixed=[*spec.fixed, *selection_sets(corpus, out)]), trials
 
 
-def candidates(loaded: LoadedConfig) -> list[Settings]:
-    """Return the settings of a config, then those that differ from them in one value."""
-    first = {key: attrgetter(key)(loaded.config) for key in RECOMMENDED if not is_open(loaded.config, key)}
-    first = {key: value for key, value in first.items() if key not in ("train.schedule", "train.warmup")}
+def candidates(loaded: LoadedConfig) -> list[dict[str, Any]]:
+    """Return the settings of a config, then those that differ in one value. Values of `--set` stay."""
+    keys = [key for key in RECOMMENDED if not is_open(loaded.config, key) and key not in _FIXED]
+    first = {key: attrgetter(key)(loaded.config) for key in keys}
     found = [first]
     for part, factor in _CHANGES:
-        key = next((own for own in first if part in own), "")
-        if key in loaded.reasons:  # not one that the user set
-            value = first[key] * factor
-            changed = {key: value if isinstance(first[key], float) else max(1, round(value))}
-            found.append(first | changed | ({"method.alpha": 2 * changed[key]} if part == "rank" else {}))
-    return [{key: f"{value}" for key, value in own.items()} for own in found]
-
-
-def with_settings(loaded: LoadedConfig, settings: Settings) -> LoadedConfig:
-    """Return a config with the settings of a run."""
-    values = {key: type(attrgetter(key)(loaded.config))(value) for key, value in settings.items()}
-    return replace(loaded, config=with_changes(loaded.config, values))
+        key = next(own for own in keys if part in own)
+        if not loaded.origin(key).startswith("--"):
+            value = first[key] * factor if isinstance(first[key], float) else max(1, round(first[key] * factor))
+            found.append(first | {key: value} | ({"method.alpha": 2 * value} if part == "rank" else {}))
+    return [own for index, own in enumerate(found) if own not in found[:index]]
 
 
 def selection_sets(corpus: Path, out: Path) -> list[str]:
@@ -87,16 +77,14 @@ def selection_sets(corpus: Path, out: Path) -> list[str]:
 
     The rows that the corpus holds out are left out of the copy, so that no run and no choice has seen them.
     """
-    rows = out / "rows"
-    shutil.copytree(corpus, rows, ignore=lambda folder, names: {"held_out"} if folder == str(corpus) else set())
-    manifest = read_manifest(corpus)
+    rows, manifest = out / "rows", read_manifest(corpus)
+    shutil.copytree(corpus, rows, ignore=lambda folder, names: {"held_out"} & {*names})
     files = {name: own for name, own in manifest.files.items() if not name.startswith("held_out/")}
     splits = {"train": manifest.splits["train"]}
     write_manifest(rows, manifest.model_copy(update={"files": files, "splits": splits, "held_out": 0}))
-    share = min(max(_JUDGED / len(open_corpus(rows)), 0.1), 0.25)
-    fixed = {"verdict.after_training": "true", "verdict.questions": f"{2 * _JUDGED}", "data.index": "null"}
-    sets = [f"{key}={value}" for key, value in (fixed | {"data.held_out": f"{share:.3f}"}).items()]
-    return [f'data.sources=["{rows.resolve()}"]', *sets, *as_sets(corpus=out / "corpus")]
+    share = min(max(_JUDGED / splits["train"].documents, 0.1), 0.25)
+    sets = as_sets(corpus=out / "corpus", **{"data.sources": rows.resolve()})
+    return [*sets, f"data.held_out={share:.3f}", f"verdict={{after_training: true, questions: {2 * _JUDGED}}}"]
 
 
 def right_answers(run: str) -> dict[tuple[str, int], bool]:
@@ -106,38 +94,29 @@ def right_answers(run: str) -> dict[tuple[str, int], bool]:
 
 
 def conclude_budget(result: SweepResult, trials: Sequence[Trial]) -> SweepResult:
-    """Name the best settings by right answers, and whether they beat the recommended ones. Without answers: by loss."""
-    runs = {one.name: one for one in result.runs if one.is_complete}
-    answers = {name: right for name, one in runs.items() if (right := right_answers(one.run))}
-    default = trials[0].name
-    if default not in answers or len(answers) < 2:
+    """Name the best settings by right answers, and whether they beat those of `train`. Without answers: by the loss."""
+    answers = {one.name: right_answers(one.run) for one in result.runs if one.is_complete}
+    judged = [
+        replace(one, right=sum(own.values()), judged=len(own)) for one in result.runs if (own := answers.get(one.name))
+    ]
+    default, others = None, list[TrialResult]()
+    for one in sorted(judged, key=lambda one: -(one.right or 0)):
+        default, others = (one, others) if one.name == trials[0].name else (default, [*others, one])
+    if default is None or not others:
         return result
-    scored = {name: replace(runs[name], right=sum(own.values()), judged=len(own)) for name, own in answers.items()}
-
-    def order(one: TrialResult) -> tuple[float, float]:
-        return -(one.right or 0), one.held_out or 0.0
-
-    best = min((one for name, one in scored.items() if name != default), key=order)
-    asked = sorted(answers[default].keys() & answers[best.name].keys())
-    pairs = [[answers[name][key] for key in asked] for name in (best.name, default)]
-    found = compare_pair(pairs[0], pairs[1], range(len(asked)))
+    best, known = others[0], answers[default.name]
+    own = [answers[best.name].get(key, False) for key in known]
+    found = compare_pair(own, list(known.values()), range(len(known)))
     # The best of several is compared, so each has its part of the level (Bonferroni).
-    is_better = found.difference > 0 and found.p * (len(answers) - 1) <= LEVEL
-    own, others = scored[default], count(len(answers) - 1, "other")
-    interval = f"difference {100 * found.low:+.0f} to {100 * found.high:+.0f} points"
-    told = f"{best.right} of {best.judged} right against {own.right} of the recommended settings ({interval})"
-    conclusion = f"better than the recommended settings: {told}"
-    if not is_better:
-        conclusion = f"the recommended settings are not beaten: the best of {others} has {told}"
-    rest = [one for one in result.runs if one.name not in scored]
-    chosen = best if is_better else own
-    words = [f"--set {key}={value}" for key, value in chosen.settings.items() if value != own.settings[key]]
-    return replace(
-        result,
-        runs=[*sorted(scored.values(), key=order), *rest],
-        best=chosen,
-        margin=None,
-        interval=None,
-        conclusion=conclusion,
-        next_command=" ".join(["tunewell train", *words]),
+    is_better = found.difference > 0 and found.p * len(others) <= LEVEL
+    conclusion = "better than the settings of `train`" if is_better else "the settings of `train` are not beaten"
+    conclusion += (
+        f": {best.right} of {best.judged} right for the best of {count(len(others), 'other')}, {default.right} for "
     )
+    conclusion += f"them; difference {100 * found.low:+.0f} to {100 * found.high:+.0f} points"
+    chosen = best if is_better else default
+    words = [f"--set {key}={value}" for key, value in chosen.settings.items() if value != default.settings[key]]
+    command = " ".join(["tunewell train", *words])
+    rest = [one for one in result.runs if one.name not in {own.name for own in judged}]
+    runs = [*sorted(judged, key=lambda one: -(one.right or 0)), *rest]
+    return replace(result, runs=runs, best=chosen, margin=None, conclusion=conclusion, next_command=command)
