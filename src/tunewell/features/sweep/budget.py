@@ -83,8 +83,9 @@ def selection_sets(corpus: Path, out: Path) -> list[str]:
     splits = {"train": manifest.splits["train"]}
     write_manifest(rows, manifest.model_copy(update={"files": files, "splits": splits, "held_out": 0}))
     share = min(max(_JUDGED / splits["train"].documents, 0.1), 0.25)
+    held_out = f"{share:.3f}" if splits["train"].documents >= _JUDGED else "auto"  # chance may choose two of a few
     sets = as_sets(corpus=out / "corpus", **{"data.sources": rows.resolve()})
-    return [*sets, f"data.held_out={share:.3f}", f"verdict={{after_training: true, questions: {2 * _JUDGED}}}"]
+    return [*sets, f"data.held_out={held_out}", f"verdict={{after_training: true, questions: {2 * _JUDGED}}}"]
 
 
 def right_answers(run: str) -> dict[tuple[str, int], bool]:
@@ -110,10 +111,10 @@ def conclude_budget(result: SweepResult, trials: Sequence[Trial]) -> SweepResult
     # The best of several is compared, so each has its part of the level (Bonferroni).
     is_better = found.difference > 0 and found.p * len(others) <= LEVEL
     conclusion = "better than the settings of `train`" if is_better else "the settings of `train` are not beaten"
-    conclusion += (
-        f": {best.right} of {best.judged} right for the best of {count(len(others), 'other')}, {default.right} for "
+    told = (
+        f"{best.right} of {best.judged} right with the best of {count(len(others), 'other')}, {default.right} with them"
     )
-    conclusion += f"them; difference {100 * found.low:+.0f} to {100 * found.high:+.0f} points"
+    conclusion += f": {told}; difference {100 * found.low:+.0f} to {100 * found.high:+.0f} points"
     chosen = best if is_better else default
     words = [f"--set {key}={value}" for key, value in chosen.settings.items() if value != default.settings[key]]
     command = " ".join(["tunewell train", *words])
