@@ -314,6 +314,11 @@ class MethodSettings(Section):
     """Linear layers that stay in 16 bits in a quantised model, e.g. `[down_proj]`. `auto`: those whose rounding costs
     most per byte, until half of the cost is gone."""
 
+    @property
+    def rank_and_alpha(self) -> tuple[int, int]:
+        """The two numbers. A run has recommended ones in place of `auto`; these are for callers without a run."""
+        return 16 if self.rank == "auto" else self.rank, 32 if self.alpha == "auto" else self.alpha
+
 
 def _recompute_mode(value: Any) -> Any:
     """Accept `true`, `false` and Unsloth's `unsloth`; YAML reads `on` and `off` as the first two."""
