@@ -50,7 +50,9 @@ OPEN_MAPS = frozenset({"versions", "machine", "stages", "seconds", "dropped", "f
 """Maps whose keys depend on the machine or on what happened."""
 WITHDRAWN_FLAGS = {"validate": {"--against"}}
 """`compare RUN RUN` takes its place."""
-CHANGED_DEFAULTS = {"verdict.min_right", "verdict.max_forgetting"}
+RECOMMENDED = {"method.rank", "method.alpha", "train.epochs", "train.schedule", "train.warmup", "train.batch_documents"}
+"""Now `auto`; a run that is resumed keeps the values of its plan."""
+CHANGED_DEFAULTS = RECOMMENDED | {"verdict.min_right", "verdict.max_forgetting"}
 """The threshold of the task, and a stricter limit: both are in the changelog."""
 OTHER_KEYS = {"validate": {"judge.origins.derived"}}
 """The rows are choices now, which have no derived keys."""

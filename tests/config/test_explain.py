@@ -69,7 +69,7 @@ def test_it_says_what_the_value_is_now_and_where_it_was_set(tmp_path, monkeypatc
     assert {key: (explanation.value, explanation.origin) for key, explanation in found.items()} == {
         "packing.context_length": (512, "--set max_length=512"),
         "seed": (4, "tunewell.yaml line 1"),
-        "train.epochs": (3.0, "default"),
+        "train.epochs": ("auto", "default"),
     }
     assert explain("data.sources.limit", loaded).value == [None, 9]
     assert explain("data.sources[1].limit", loaded).value == 9

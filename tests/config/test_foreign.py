@@ -51,8 +51,8 @@ def refusal(values: dict, *sets: str) -> str:
         ({"max_steps": 7}, "max_steps", 7),
         ({"attn_implementation": "sdpa"}, "attention", "sdpa"),
         ({"torch_compile": False}, "compile", "off"),
-        ({"eval_strategy": "steps", "eval_steps": 5}, "epochs", 3.0),
-        ({"load_in_4bit": False, "group_by_length": False, "report_to": "none"}, "epochs", 3.0),
+        ({"eval_strategy": "steps", "eval_steps": 5}, "epochs", "auto"),
+        ({"load_in_4bit": False, "group_by_length": False, "report_to": "none"}, "epochs", "auto"),
     ],
 )
 def test_a_name_with_the_same_meaning_is_converted(foreign, key, value):
@@ -370,7 +370,7 @@ def test_notes_state_only_what_is_in_force():
         ({"warmup_ratio": 0.0, "warmup_steps": 10}, "train.warmup", 10),
         ({"warmup_ratio": 0.0, "warmup_steps": 0}, "train.warmup", 0),
         ({"packing": "auto"}, "packing.context_length", "auto"),
-        ({"do_train": False, "do_eval": False, "do_predict": False}, "train.epochs", 3.0),
+        ({"do_train": False, "do_eval": False, "do_predict": False}, "train.epochs", "auto"),
     ],
 )
 def test_names_of_other_trainers_set_our_keys(given, key, value):

@@ -88,8 +88,8 @@ def test_the_defaults_are_what_the_pages_promise():
     config = Config()
     assert (config.packing.context_length, config.packing.long_documents) == ("auto", "error")
     assert (config.data.held_out, config.data.max_repeats, config.data.clean.max_row_bytes) == ("auto", 4, 4 << 20)
-    assert (config.method.kind, config.method.rank, config.method.alpha) == ("lora", 16, 32)
-    assert (config.train.epochs, config.train.learning_rate) == (3.0, "auto")
+    assert (config.method.kind, config.method.rank, config.method.alpha) == ("lora", "auto", "auto")
+    assert (config.train.epochs, config.train.learning_rate) == ("auto", "auto")
     assert (config.template.name, config.template.learn_from, config.template.date) == (
         "auto",
         "responses",

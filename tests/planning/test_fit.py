@@ -15,6 +15,7 @@ from tunewell.machine.cards import find_card, known_cards
 from tunewell.machine.facts import DeviceFacts
 from tunewell.planning.fit import _LEVERS, Planner, Rung
 from tunewell.planning.forecast import shape_of
+from tunewell.planning.recommendation import with_recommended
 from tunewell.records.plan import Chosen
 from tunewell.workflows.prepare import prepare
 
@@ -72,6 +73,7 @@ def load(project: Path) -> Load:
 
 def planner(load: Load, model: str, *sets: str) -> Planner:
     own, corpus = load(model, *sets)
+    own = with_recommended(own, corpus.manifest)
     device = find_card("h200").facts()
     return Planner(own, corpus, device, shape_of(own, corpus), lambda shapes: WORKERS)
 
@@ -158,6 +160,7 @@ def test_lora_replaces_galore_with_all_its_settings(load: Load) -> None:
 def test_a_cpu_is_offered_quantised_weights(load: Load) -> None:
     """With `--ram 8`, NF4 fits and was not listed: it was taken for a method of GPUs."""
     own, corpus = load("8b", "device=cpu")
+    own = with_recommended(own, corpus.manifest)
     cpu = DeviceFacts("cpu", "cpu", "a CPU", 40 << 30, 36 << 30, has_bf16=False, has_flash=False)
     there = Planner(own, corpus, cpu, shape_of(own, corpus), lambda shapes: WORKERS)
     assert not there.outlook.prediction.fits

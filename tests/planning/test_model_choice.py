@@ -34,7 +34,7 @@ def _recommended(machine: str, rows: RowStatistics) -> str | None:
 @pytest.mark.parametrize(
     ("machine", "rows", "expected"),
     [
-        ("laptop", FEW, "Qwen3-0.6B"),
+        ("laptop", FEW, "Qwen2.5-0.5B-Instruct"),
         ("laptop", SOME, "SmolLM2-135M-Instruct"),
         ("laptop", GERMAN, "Qwen2.5-0.5B-Instruct"),
         ("mac", FEW, "Qwen3-0.6B"),

@@ -1,15 +1,13 @@
 """The plan of a run: what is chosen, what is refused, and what is said about it."""
 
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
+from workloads import recommended
 
-from tunewell.config.load import LoadedConfig, load_config
+from tunewell.config.load import load_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
-from tunewell.data.batches import DataOrder
 from tunewell.machine.facts import DeviceFacts
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.plan import choose_batch, launcher_precision, plan_training
@@ -42,7 +40,7 @@ def _manifest(*, tokens=8_929, documents=150, longest=70, held_out=40):
 
 def _inputs(device=CPU, *, manifest=None, num_parameters=134_515_008, threads=None, **groups):
     config = Config.model_validate({"model": "some/model"} | groups)
-    return PlanInputs(LoadedConfig(config, Path(), None, {}), manifest or _manifest(), device, num_parameters, threads)
+    return PlanInputs(recommended(config, num_parameters), manifest or _manifest(), device, num_parameters, threads)
 
 
 def _plan(order, num_steps=95, epochs=5.0) -> Plan:
@@ -59,14 +57,14 @@ def test_a_small_corpus_on_a_cpu():
         "attention": "sdpa",
         "threads": 2,
         "method": "lora",
-        "learning_rate": 2e-4,
+        "learning_rate": 1e-3,
         "schedule": "cosine",
         "warmup_steps": 3,
         "num_steps": 95,
         "epochs": 5.0,
-        "batch_tokens": 256,
-        "batch_documents": None,
-        "micro_batch_tokens": 256,
+        "batch_tokens": None,
+        "batch_documents": 4,
+        "micro_batch_tokens": 280,
         "compile": "off",
         "evaluate_every": 10,
         "save_every": 10,
@@ -233,7 +231,7 @@ def test_settings_of_an_optimizer_that_is_not_used_are_refused():
 
 @pytest.mark.parametrize(
     ("optimizer", "kind", "rate"),
-    [("adamw8bit", "lora", 2e-4), ("adamw8bit", "full", 2e-5), ("galore", "full", 2e-4)],
+    [("adamw8bit", "lora", 1e-3), ("adamw8bit", "full", 1e-4), ("galore", "full", 1e-3)],
 )
 def test_the_default_rate_depends_on_the_optimizer(optimizer, kind, rate):
     """GaLore's updates are a tenth as large, and the reason says so."""
@@ -245,37 +243,6 @@ def test_the_default_rate_depends_on_the_optimizer(optimizer, kind, rate):
 def test_flash_is_not_chosen_for_fp32():
     """Guards `precision: fp32` on a GPU, for which the kernel has no code."""
     assert _plan(_inputs(H200, train={"precision": "fp32"})).attention.value == "sdpa"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "longest", "batch"),
-    [
-        (100, 50, 256),
-        (8_929, 70, 256),
-        (15_359, 70, 256),
-        (15_360, 70, 384),
-        (100_000, 70, 2_432),
-        (10_000_000, 70, 16_384),
-        (8_929, 3_001, 3_001),
-        (10_000_000, 20_000, 20_000),
-    ],
-)
-def test_a_step_takes_a_fortieth_of_an_epoch_within_bounds(tokens, longest, batch):
-    """Guards small corpora against two steps an epoch, and large ones against steps that never end."""
-    found = choose_batch(_inputs(manifest=_manifest(tokens=tokens, longest=longest)))
-    assert (found.tokens.value, found.documents.value) == (batch, None)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_an_epoch_that_is_said_to_have_forty_steps_has_them(seed):
-    """Guards the reason: the data order itself counts the steps."""
-    drawn = np.random.default_rng(seed)
-    lengths = drawn.integers(10, 600, size=int(drawn.integers(50, 900)))
-    found = choose_batch(_inputs(manifest=_manifest(tokens=int(lengths.sum()), longest=int(lengths.max()))))
-    if "at least 40 steps" in found.tokens.because:
-        assert DataOrder(lengths, seed, "x", batch_tokens=found.tokens.value).num_steps(1) >= 40
-    else:
-        assert found.tokens.value in (256, lengths.max())
 
 
 def test_documents_can_bound_a_step_in_place_of_tokens():
@@ -373,12 +340,12 @@ def test_reasons_name_the_line_and_only_for_what_is_written_there(tmp_path):
     """Guards the origin: a key that stands in no file is not set by the line of its group."""
     file = tmp_path / "tunewell.yaml"
     file.write_text("model: some/model\ntrain:\n  epochs: 5\n  batch_tokens: 1024\n", encoding="utf-8")
-    order = PlanInputs(load_config(file, ["train.learning_rate=1e-3"]), _manifest(), CPU, None)
+    order = PlanInputs(recommended(load_config(file, ["train.learning_rate=1e-3"])), _manifest(), CPU, None)
     plan = _plan(order)
     assert plan.epochs.because == f"set in {file} line 3"
     assert plan.batch_tokens.because == f"set in {file} line 4"
     assert plan.learning_rate.because == "set by `--set train.learning_rate=1e-3`"
-    assert plan.schedule.because == "the default"
+    assert plan.schedule.because == "the learning rate falls to zero"
     assert plan.corpus == str(tmp_path / "corpus")
 
 
@@ -387,14 +354,14 @@ def test_a_refusal_names_the_line(tmp_path):
     file = tmp_path / "tunewell.yaml"
     file.write_text("model: some/model\ntrain:\n  precision: bf16\n", encoding="utf-8")
     with pytest.raises(UserError) as caught:
-        _plan(PlanInputs(load_config(file), _manifest(), CPU, None))
+        _plan(PlanInputs(recommended(load_config(file)), _manifest(), CPU, None))
     assert caught.value.where == f"{file} line 3"
 
 
 def test_an_empty_corpus_is_refused():
     """Guards against a division by nothing deep inside a run."""
     with pytest.raises(UserError, match="no training documents"):
-        choose_batch(_inputs(manifest=_manifest(documents=0), train={"batch_documents": 2}))
+        _plan(_inputs(manifest=_manifest(documents=0), train={"batch_documents": 2}))
 
 
 def test_a_plan_without_a_model_is_refused():
@@ -414,9 +381,9 @@ def test_the_config_in_the_plan_is_whole_and_the_model_is_named_as_it_can_be_fou
 def test_full_fine_tuning_has_its_own_learning_rate():
     """LoRA's rate is ten times too high if every weight of a trained model changes."""
     plan = _plan(_inputs(method={"kind": "full"}))
-    assert plan.learning_rate.value == 2e-5
+    assert plan.learning_rate.value == 1e-4
     assert "every weight" in plan.learning_rate.because
-    assert _plan(_inputs()).learning_rate == Chosen[float](value=2e-4, because="the default for LoRA")
+    assert _plan(_inputs()).learning_rate.value == 1e-3
     new = _plan(_inputs(model="preset:tiny-23m", method={"kind": "full"}))
     assert (new.learning_rate.value, new.learning_rate.because) == (2e-4, "the model starts from random weights")
     high = _plan(_inputs(method={"kind": "full"}, train={"learning_rate": 1e-3}))

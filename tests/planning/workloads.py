@@ -1,14 +1,19 @@
 """Workloads of known runs, made without a model or a corpus."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tunewell.config.load import LoadedConfig, with_changes
 from tunewell.config.schema import Config
 from tunewell.machine.cards import find_card
 from tunewell.machine.facts import DeviceFacts
 from tunewell.model_files.shape import Linear, ModelShape
+from tunewell.planning.recommendation import recommend_settings
 from tunewell.planning.workload import Workload
+from tunewell.records.manifest import RowsRecord
 from tunewell.records.plan import Plan
 
 SIZES = {
@@ -29,6 +34,17 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape(hidden, inner, layers, heads, kv_heads, hidden // heads, vocab, is_tied, linears)
 
 
+ROWS = RowsRecord(num_rows=150, mean_tokens=60, mean_supervised=15, task="facts", because="a test")
+
+
+def recommended(given: Config | LoadedConfig, num_parameters: int | None = 134_515_008) -> LoadedConfig:
+    """Return a config in which the values for `ROWS` replace `auto`."""
+    loaded = given if isinstance(given, LoadedConfig) else LoadedConfig(given, Path(), None, {})
+    found = recommend_settings(ROWS, num_parameters, loaded.config)
+    changed = with_changes(loaded.config, {key: own.value for key, own in found.items()})
+    return replace(loaded, config=changed, reasons={key: own.because for key, own in found.items()})
+
+
 def workload(
     name: str,
     *,
@@ -40,7 +56,7 @@ def workload(
     **settings: Any,
 ) -> Workload:
     """Return the workload of a benchmark: documents of 16 to 1,024 tokens, 60% of them supervised."""
-    config = Config.model_validate(settings)
+    config = recommended(Config.model_validate(settings)).config
     random = np.random.default_rng(0)
     steps = [np.clip(random.lognormal(np.log(150), 0.66, 300).astype(np.int64), 16, 1024) for _ in range(8)]
     steps = [step[np.cumsum(step) <= tokens] for step in steps]

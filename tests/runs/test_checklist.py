@@ -1,9 +1,11 @@
 """The check list before the first step."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config, Evaluate, MethodSettings
 from tunewell.machine.facts import DeviceFacts
 from tunewell.records.plan import Chosen
@@ -20,6 +22,7 @@ def items(tmp_path, monkeypatch, *, held_out=4, free=20 * GIB, disk=100 * GIB, t
     plan = SimpleNamespace(
         device=Chosen[str](value="cuda:0", because="the first GPU found"),
         precision=Chosen[str](value="bf16", because="supported"),
+        updates="100 updates of up to 64 rows",
         num_steps=Chosen[int](value=100, because="x"),
         epochs=Chosen[float](value=3.0, because="x"),
         prediction=prediction,
@@ -57,7 +60,10 @@ def test_predictions_are_shown_if_there_are_any(tmp_path, monkeypatch, fits, sta
     prediction = Prediction(fits=fits, memory=memory, seconds=TimePrediction(low=60.0, high=90.0, expected=75.0))
     found = items(tmp_path, monkeypatch, prediction=prediction)
     assert found["memory"].state == state and found["memory"].value.startswith("about 10.0 GiB expected; 20.0 GiB of")
-    assert found["time"].value == "1 m 00 s to 1 m 30 s in all; 100 steps" and found["time"].state == "ok"
+    assert (
+        found["time"].value == "1 m 00 s to 1 m 30 s in all; 100 updates of up to 64 rows"
+        and found["time"].state == "ok"
+    )
 
 
 def test_plain_text_needs_no_template(tmp_path, monkeypatch):
@@ -65,16 +71,20 @@ def test_plain_text_needs_no_template(tmp_path, monkeypatch):
     assert items(tmp_path, monkeypatch, templates=())["template"].value == "none: the rows are plain text"
 
 
+def loaded(config):
+    return LoadedConfig(config, Path(), None, {})
+
+
 def test_patience_without_held_out_rows_has_no_effect():
     """A setting that is ignored is reported."""
     config = Config(evaluate=Evaluate(patience=3))
-    assert len(list(settings_without_effect(config, 0))) == 1
-    assert list(settings_without_effect(config, 5)) == []
+    assert len(list(settings_without_effect(loaded(config), 0))) == 1
+    assert list(settings_without_effect(loaded(config), 5)) == []
 
 
 def test_settings_of_an_adapter_have_no_effect_on_full_fine_tuning():
     """`modules_to_save` and `rank` were ignored without a warning."""
     given = MethodSettings(kind="full", rank=8, layers=(0,), modules_to_save=("lm_head",))
-    found = list(settings_without_effect(Config(method=given), 5))
+    found = list(settings_without_effect(loaded(Config(method=given)), 5))
     assert [note.partition("`")[2].partition("`")[0] for note in found] == ["method.rank", "method.modules_to_save"]
-    assert list(settings_without_effect(Config(method=MethodSettings(rank=8)), 5)) == []
+    assert list(settings_without_effect(loaded(Config(method=MethodSettings(rank=8))), 5)) == []

@@ -39,7 +39,7 @@ def test_reasons_stand_beside_the_numbers(folder, tiny_model):
     """Guards the promise that a person can read why."""
     _rows(folder / "rows.jsonl")
     text = init("rows.jsonl", model=str(tiny_model)).text
-    keys = ("kind:", "rank:", "alpha:", "epochs:", "learning_rate:", "schedule:", "batch_tokens:")
+    keys = ("kind:", "rank:", "alpha:", "epochs:", "learning_rate:", "schedule:", "warmup:", "batch_documents:")
     for key in (*keys, "held_out:", "context_length:"):
         line = next(line for line in text.splitlines() if line.strip().startswith(key))
         assert "#" in line, line
@@ -60,11 +60,11 @@ def test_reasons_stand_beside_the_numbers(folder, tiny_model):
 def test_each_method_has_a_first_rate_with_a_reason(folder, tiny_model, method, kind, quantize, optimizer, share):
     """Guards against LoRA's rate under full fine-tuning, which ruins a model."""
     _rows(folder / "rows.jsonl")
-    plain = init("rows.jsonl", model=str(tiny_model)).start.learning_rate.value
+    plain = init("rows.jsonl", model=str(tiny_model)).settings["train.learning_rate"].value
     result = init("rows.jsonl", model=str(tiny_model), method=method, is_overwriting=True)
     config = load_config().config
     assert (config.method.kind, config.method.quantize, config.train.optimizer) == (kind, quantize, optimizer)
-    assert config.train.learning_rate == result.start.learning_rate.value == pytest.approx(share * plain)
+    assert config.train.learning_rate == result.settings["train.learning_rate"].value == pytest.approx(share * plain)
     assert ("rank:" in result.text) == (kind != "full")
     if kind == "full":
         assert "a tenth of LoRA's, because it changes every weight" in result.text
@@ -126,7 +126,7 @@ def test_json_has_what_the_screen_has(folder, tiny_model, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == 30
     assert found["formats"] == ["question_answer"]
-    assert found["epochs"] == 5
+    assert (found["epochs"], found["batch_documents"], found["updates"]) == (10, 4, 80)
 
 
 def test_a_classification_set_gets_its_format(folder, tiny_model, capsys):

@@ -151,6 +151,8 @@ class LoadedConfig:
     """Dotted key -> `tunewell.yaml line 3`, `--model` or `--set KEY=VALUE`. Keys with their default are absent."""
     notes: tuple[str, ...] = ()
     """What differs from another trainer whose settings were converted."""
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Dotted key -> why its value was recommended, for keys that were `auto`."""
 
     def origin(self, key: str) -> str:
         """Return where a key or the section that contains it was set, or `default`."""
@@ -166,6 +168,15 @@ class LoadedConfig:
         """Return the resolved path of a local model; return any other name unchanged."""
         path = self.path(name)
         return str(short_path(path)) if path.exists() else name
+
+
+def with_changes(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a config section with dotted keys changed."""
+    for key, value in changes.items():
+        head, _, rest = key.partition(".")
+        inner = with_changes(getattr(config, head), {rest: value}) if rest else value
+        config = config.model_copy(update={head: inner})
+    return config
 
 
 def as_request(loaded: LoadedConfig) -> dict[str, Any]:

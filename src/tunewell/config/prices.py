@@ -38,7 +38,8 @@ def no_weights(inputs: int, outputs: int, settings: "MethodSettings") -> Sequenc
 
 def lora_matrices(inputs: int, outputs: int, settings: "MethodSettings") -> Sequence[Shape]:
     """Return the shapes of A and B."""
-    return [(settings.rank, inputs), (outputs, settings.rank)]
+    rank, _ = settings.rank_and_alpha
+    return [(rank, inputs), (outputs, rank)]
 
 
 def dora_weights(inputs: int, outputs: int, settings: "MethodSettings") -> Sequence[Shape]:

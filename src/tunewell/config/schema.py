@@ -289,10 +289,10 @@ class MethodSettings(Section):
 
     single = {"kind": (str,)}  # noqa: RUF012
     kind: MethodName = Field(default="lora", description=OneOf(METHODS).doc())
-    rank: Annotated[Int, Field(ge=1, le=4096)] = 16
-    """LoRA rank. A higher rank can store more and needs more memory."""
-    alpha: Positive = 32
-    """LoRA alpha: the output of the adapter is scaled by alpha / rank."""
+    rank: Annotated[Int, Field(ge=1, le=4096)] | Auto = "auto"
+    """LoRA rank. A higher rank can store more and needs more memory. `auto`: by the number of rows, 16 to 64."""
+    alpha: Positive | Auto = "auto"
+    """LoRA alpha: the output of the adapter is scaled by alpha / rank. `auto`: twice the rank."""
     dropout: PartialShare = 0.0
     """LoRA dropout: share of the adapter's inputs that are set to zero at each step."""
     rslora: Bool = False
@@ -314,6 +314,11 @@ class MethodSettings(Section):
     """Linear layers that stay in 16 bits in a quantised model, e.g. `[down_proj]`. `auto`: those whose rounding costs
     most per byte, until half of the cost is gone."""
 
+    @property
+    def rank_and_alpha(self) -> tuple[int, int]:
+        """The two numbers. A run has recommended ones in place of `auto`; these are for callers without a run."""
+        return 16 if self.rank == "auto" else self.rank, 32 if self.alpha == "auto" else self.alpha
+
 
 def _recompute_mode(value: Any) -> Any:
     """Accept `true`, `false` and Unsloth's `unsloth`; YAML reads `on` and `off` as the first two."""
@@ -329,19 +334,22 @@ class Train(Section):
     """How long and how fast to train, and how each step is split."""
 
     single = {"epochs": (int, float), "max_steps": (int,)}  # noqa: RUF012
-    epochs: Annotated[Float, Field(gt=0, le=10_000)] = 3.0
-    """Number of passes over the training documents. `max_steps` takes precedence."""
+    epochs: Annotated[Float, Field(gt=0, le=10_000)] | Auto = "auto"
+    """Number of passes over the training documents. `max_steps` takes precedence. `auto`: by the number of rows and of
+    updates, from 10 for a few rows to 1 for very many."""
     max_steps: Positive | None = None
     """Number of optimizer steps, instead of `epochs`. `null`: as many as the epochs need."""
     learning_rate: Annotated[Float, Field(gt=0, le=1)] | Auto = "auto"
-    """Peak learning rate, reached at the end of the warm-up. `auto`: 2e-4 for LoRA, 2e-5 for full fine-tuning, and
-    2e-4 for a new model with random weights; with `galore`, ten times that."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate schedule after the warm-up: cosine or linear decay to `min_rate_share`, or constant."""
+    """Peak learning rate, reached at the end of the warm-up. `auto`: by the size of the model, from 1e-3 to 1e-4 for
+    LoRA, a tenth of that for full fine-tuning, and 2e-4 for a new model with random weights; with `galore`, ten times
+    that."""
+    schedule: Literal["auto", "cosine", "linear", "constant"] = "auto"
+    """Learning rate schedule after the warm-up: cosine or linear decay to `min_rate_share`, or constant. `auto`:
+    cosine."""
     min_rate_share: Share = 0.0
     """Final learning rate as a share of the peak."""
-    warmup: NonNegative = 0.03
-    """Warm-up. A value below 1 is a share of all steps; a value of 1 or more is a number of steps."""
+    warmup: NonNegative | Auto = "auto"
+    """Warm-up. A value below 1 is a share of all steps; a value of 1 or more is a number of steps. `auto`: 0.03."""
     optimizer: OptimizerName = Field(default="adamw", description=OneOf(OPTIMIZERS).doc())
     weight_decay: PartialShare = 0.0
     """Weight decay; not applied to norms and biases."""
@@ -362,10 +370,11 @@ class Train(Section):
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradient clipping: a gradient with a larger norm is scaled down to this norm. `null`: no clipping."""
     batch_tokens: Positive | Auto = "auto"
-    """Tokens per optimizer step, context tokens included. `auto`: one fortieth of an epoch, at least 256 and at most
-    16,384."""
-    batch_documents: Positive | None = None
-    """Documents per optimizer step, instead of `batch_tokens`."""
+    """Tokens per optimizer step, context tokens included. `auto`: `batch_documents` decides, except for plain texts and
+    long documents: then from 256 to 16,384 tokens, so that the run has some hundred updates."""
+    batch_documents: Positive | Auto | None = "auto"
+    """Documents per optimizer step, instead of `batch_tokens`. `auto`: from 4 to 64 by the task and the number of rows,
+    so that the run has some hundred updates. `null` is `auto`."""
     micro_batch_tokens: Positive | Auto = "auto"
     """Tokens per forward pass. A step is split into as many micro-batches as necessary (gradient accumulation), with
     the same result."""

@@ -93,7 +93,8 @@ class Lora(AdapterMethod):
         """Freeze a model and add new low-rank matrices to its linear layers."""
         if has_new_tokens:
             settings = with_embeddings(settings, model)
-        sizes = {"r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
+        rank, alpha = settings.rank_and_alpha
+        sizes = {"r": rank, "lora_alpha": alpha, "lora_dropout": settings.dropout}
         notes = expert_notes(model, settings)
         method = cls(model, select_layers(model, settings), text_prefix, sizes | {"use_rslora": settings.rslora})
         method.notes += notes

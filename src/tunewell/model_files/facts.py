@@ -6,10 +6,8 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.model_files.files import ModelFiles
-from tunewell.model_files.shape import LLAMA_SHAPED, first_count, read_config, shape_of_config, text_part
+from tunewell.model_files.shape import HIDDEN, LAYERS, first_count, num_parameters, read_config, text_part
 
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
-_SIZES = ("num_attention_heads", "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size")
 _MAX_LAYERS = 10_000
 """Maximum number of layers. transformers makes a list of them before anything else; real models have up to 130."""
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
@@ -36,7 +34,7 @@ def read_facts(model: str | Path) -> ModelFacts:
     """Read a model's facts from its `config.json` or GGUF file. For a tokenizer without a model, all are None."""
     config, files = read_config(model)
     text, name = text_part(config), _name(files)
-    for key in _LAYER_KEYS:
+    for key in LAYERS:
         if (first_count(text, key) or 0) > _MAX_LAYERS:
             raise UserError(
                 f"the config of `{name}` is damaged: it has too many layers",
@@ -50,22 +48,10 @@ def read_facts(model: str | Path) -> ModelFacts:
         architecture=named if isinstance(named, str) else None,
         context_limit=first_count(text, *_CONTEXT_KEYS),
         vocab_size=first_count(text, "vocab_size"),
-        hidden_size=first_count(text, "hidden_size", "n_embd"),
-        num_parameters=config["num_in_file"] if "num_in_file" in config else _num_parameters(config),
+        hidden_size=first_count(text, *HIDDEN),
+        num_parameters=num_parameters(str(model), config),
         quantization=saved if isinstance(saved, dict) else None,
     )
-
-
-def _num_parameters(config: dict[str, Any]) -> int | None:
-    """Return the number of parameters of a model whose layers are known, or None."""
-    kind = config.get("model_type")
-    has_odd_biases = kind != "qwen2" and (config.get("attention_bias") or config.get("mlp_bias"))
-    if kind not in LLAMA_SHAPED or has_odd_biases or not all(first_count(config, key) for key in _SIZES):
-        return None
-    shape = shape_of_config(config)
-    # qwen2 has three additional biases per layer, and qwen3 two additional norms.
-    extra = {"qwen2": shape.query_size + 2 * shape.kv_size, "qwen3": 2 * shape.head_size}.get(kind, 0)
-    return shape.num_weights + shape.num_layers * extra
 
 
 def _name(files: ModelFiles) -> str:

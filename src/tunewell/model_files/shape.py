@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import read_data
 from tunewell.model_files.files import WEIGHT_SUFFIXES, ModelFiles, locate
 from tunewell.model_files.gguf import read_header
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
 from tunewell.model_files.weights import find_key_map, tensor_shapes, weight_files
 
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _LAYER = re.compile(r"\.(\d+)\.")
+_BUFFERS = re.compile(r"(?:^|\.)(?:inv_freq|masked_bias|(?:attn|attention)\.bias)$")
+"""Tensors in old files that are no parameters: masks and frequencies."""
 _OTHER_MODALITIES = re.compile(r"(?:^|\.)(?:vision|visual|audio|image|multi_modal|mm_)")
-_UNGATED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "persimmon", "starcoder2"})
-"""Model types whose feed-forward block has two matrices instead of three."""
-LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Attention with separate q, k, v and o, a gated feed-forward block, and two norms per layer."""
+_FAMILIES = {name: frozenset(kinds.split()) for name, kinds in read_data(__file__, "families.toml").items()}
+_TIED, _UNGATED, _UNSIZED = _FAMILIES["tied"], _FAMILIES["ungated"], _FAMILIES["unsized"]
 
 
 @dataclass(frozen=True)
@@ -103,15 +106,46 @@ def read_shape(model: str, *, vocab_size: int) -> ModelShape:
     shape = shape_of_config(config, vocab_size)
     if "config.json" not in files.small:
         return replace(shape, file_bytes=files.gguf.stat().st_size, is_exact=True) if files.gguf else shape
-    try:
-        found = [file for file in weight_files(model) if file.is_file()]
-    except (UserError, OSError, ValueError, KeyError):
-        found = []
+    found = _weight_files(model)
     if not found:
         return shape
     size = sum(file.stat().st_size for file in found)
     tensors = {} if config.get("quantization_config") else _safetensors_shapes(found)
     return _with_tensors(shape, tensors, size) if tensors else replace(shape, file_bytes=size)
+
+
+def num_parameters(model: str, config: dict[str, Any]) -> int | None:
+    """Return the number of parameters of a language model: counted in its safetensors files, or from its config.
+
+    Return None if it follows from neither.
+    """
+    text = text_part(config)
+    if (number := config.get("num_in_file")) is not None or not first_count(text, "vocab_size"):
+        return number
+    tensors = {} if config.get("quantization_config") else _safetensors_shapes(_weight_files(model))
+    is_tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings")))
+    counted = [
+        math.prod(shape)
+        for name, shape in tensors.items()
+        if not _BUFFERS.search(name) and not (is_tied and name == "lm_head.weight")
+    ]
+    kind = str(text.get("model_type"))
+    if counted or kind in _UNSIZED:
+        return sum(counted) or None
+    try:
+        shape = shape_of_config(config)
+    except UserError:
+        return None
+    # qwen2 has three additional biases per layer, and qwen3 two additional norms.
+    extra = {"qwen2": shape.query_size + 2 * shape.kv_size, "qwen3": 2 * shape.head_size}.get(kind, 0)
+    return shape.num_weights + shape.num_layers * extra
+
+
+def _weight_files(model: str) -> list[Path]:
+    try:
+        return [file for file in weight_files(model) if file.is_file()]
+    except (UserError, OSError, ValueError, KeyError):
+        return []
 
 
 def read_config(model: str | Path, vocab_size: int = 0) -> tuple[dict[str, Any], ModelFiles]:
@@ -146,17 +180,17 @@ def shape_of_config(config: dict[str, Any], vocab_size: int = 0) -> ModelShape:
     def number(*keys: str, default: int = 0) -> int:
         return first_count(text, *keys) or default
 
-    hidden, layers = number("hidden_size", "n_embd"), number("num_hidden_layers", "n_layer")
-    heads = number("num_attention_heads", "n_head")
+    hidden, layers = number(*HIDDEN), number(*LAYERS)
+    heads = number("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     if not (hidden and layers and heads):
         raise UserError(
             "the model's `config.json` does not state its size",
             where="`hidden_size`, `num_hidden_layers` or `num_attention_heads` is missing",
         )
     kind = str(text.get("model_type"))
-    kv_heads = number("num_key_value_heads", default=heads)
+    kv_heads = number("num_key_value_heads", default=1 if text.get("multi_query") else heads)
     head_size = number("head_dim", default=128 if kind == "qwen3" else hidden // heads)
-    inner = number("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
+    inner = number("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", default=4 * hidden)
     experts = number("num_local_experts", "num_experts", "n_routed_experts")
     active = number("num_experts_per_tok", "moe_topk", default=1)
     expert_inner = number("moe_intermediate_size", default=inner)
@@ -174,7 +208,7 @@ def shape_of_config(config: dict[str, Any], vocab_size: int = 0) -> ModelShape:
         num_kv_heads=kv_heads,
         head_size=head_size,
         vocab_size=vocab,
-        is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", kind in ("gpt2", "gemma")))),
+        is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", kind in _TIED))),
         linears=tuple(Linear(name, layer, a, b) for layer in range(layers) for name, a, b in parts),
         num_expert_weights=layers * experts * (gates + 1) * hidden * expert_inner,
         active_expert_share=active / experts if experts else 1.0,
@@ -202,7 +236,7 @@ def _config_of_gguf(path: Path) -> dict[str, Any]:
         "moe_intermediate_size": own.get("expert_feed_forward_length"),
         "max_position_embeddings": own.get("context_length"),
         "tie_word_embeddings": not any(entry.name == "output.weight" for entry in table),
-        "num_in_file": first_count(own, "parameter_count") or (sum(sizes) if kind in LLAMA_SHAPED else 0) or None,
+        "num_in_file": first_count(own, "parameter_count") or sum(sizes) or None,
     }
 
 

@@ -53,10 +53,12 @@ class PlanInputs:
         group, _, name = key.rpartition(".")
         # `LoadedConfig.origin` cannot be used: for a key that is not set, it returns the line of its section.
         section = getattr(self.config, group) if group else self.config
-        return name in section.model_fields_set
+        return name in section.model_fields_set and key not in self.loaded.reasons
 
     def why(self, key: str) -> str:
-        """Return the origin of a value: `set in tunewell.yaml line 12`, `set by --set seed=1` or `the default`."""
+        """Return the origin of a value: `set in tunewell.yaml line 12`, `set by --set seed=1`, or why it was chosen."""
+        if key in self.loaded.reasons:
+            return self.loaded.reasons[key]
         if not self.is_set(key):
             return "the default"
         origin = self.loaded.origin(key)

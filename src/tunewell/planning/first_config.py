@@ -15,8 +15,8 @@ from tunewell.data.corpus.held_out import MIN_AUTO, num_auto
 from tunewell.data.sources.base import is_url, split_limit
 from tunewell.data.sources.recognise import Recognised
 from tunewell.model_files.facts import ModelFacts
-from tunewell.planning.plan import StartingPoint
-from tunewell.records.manifest import Manifest, too_few_to_judge
+from tunewell.planning.recommendation import num_updates
+from tunewell.records.manifest import Manifest, RowsRecord, too_few_to_judge
 from tunewell.records.plan import Chosen
 
 _SHOWN_LABELS = 5
@@ -57,7 +57,9 @@ class InitResult:
     held_out: str | None
     """A file of test rows beside the data, or None."""
     template: str
-    start: StartingPoint
+    rows: RowsRecord
+    settings: dict[str, Chosen[Any]]
+    """Recommended settings by their keys."""
     source: Recognised = field(default_factory=Recognised)
     """How the rows are read, and what nobody has decided yet."""
     long_documents: str = "error"
@@ -84,6 +86,11 @@ class InitResult:
         return f"{about}{count(self.num_held_out)} of {count(self.num_rows, 'row')}, always the same ones"
 
     @property
+    def num_updates(self) -> int:
+        """About how many updates the run has."""
+        return num_updates(self.rows, self.settings)
+
+    @property
     def too_few_to_judge(self) -> str | None:
         """A sentence, if so few rows are held out that every verdict will be UNPROVEN, or None."""
         return too_few_to_judge(self.num_held_out, self.num_rows, self.num_questions)
@@ -108,9 +115,8 @@ class InitResult:
             "dropped_in_sample": self.sample.dropped,
             "method": self.method,
             "task": self.task and self.task.value,
-            "epochs": self.start.epochs.value,
-            "learning_rate": self.start.learning_rate.value,
-            "rank": self.start.rank.value,
+            **{key.partition(".")[2]: own.value for key, own in self.settings.items()},
+            "updates": self.num_updates,
             "source": self.source.written(),
             "open": self.source.open_points,
         }
@@ -119,7 +125,7 @@ class InitResult:
 def config_text(result: InitResult, data: str, model: str) -> str:
     """Return the text of the config, with the reasons as comments."""
     model = _from(result.path.parent, model) if Path(model).exists() else model
-    sample, start, facts, base = result.sample, result.start, result.facts, result.path.parent
+    sample, facts, base = result.sample, result.facts, result.path.parent
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats})) or "none"
     dropped = sum(sample.dropped.values())
     fate = f"{count(dropped)} would be dropped ({', '.join(sample.dropped)})" if dropped else "none would be dropped"
@@ -130,7 +136,7 @@ def config_text(result: InitResult, data: str, model: str) -> str:
         if result.template == "auto"
         else f"the model has no template; its tokens fit `{result.template}`"
     )
-    lengths, rate = sample.lengths, f"{start.learning_rate.value:.0e}".replace("e-0", "e-")
+    lengths = sample.lengths
     # The template does not apply to plain text, which is supervised as a whole.
     template = f"""
 template:
@@ -153,12 +159,8 @@ packing:
 
 method:
 {_method_text(result)}
-
 train:
-{_optimizer_text(result)}  epochs: {start.epochs.value:g}   # {start.epochs.because}
-  learning_rate: {rate}   # {start.learning_rate.because}
-  schedule: cosine   # the learning rate falls to zero; or: linear, constant
-  batch_tokens: auto   # tokens per step; `train` prints its choice and the reason
+{_optimizer_text(result)}{_recommended_text(result, "train")}  # About {count(result.num_updates, "update")} in all.
 {_verdict_text(result)}
 seed: 0
 """
@@ -174,14 +176,21 @@ verdict:
 
 
 def _method_text(result: InitResult) -> str:
-    recipe, start = find_recipe(result.method), result.start
+    recipe = find_recipe(result.method)
     lines = [f"kind: {recipe.kind}   # {recipe.about}"]
     if recipe.quantize != "none":
         lines.append(f"quantize: {recipe.quantize}   # {_TEXTS['quantize'][recipe.quantize]}")
-    if METHODS.entry(recipe.kind).is_adapter:
-        lines.append(f"rank: {start.rank.value}   # {start.rank.because}")
-        lines.append(f"alpha: {start.alpha.value}   # {start.alpha.because}")
-    return "\n".join(f"  {line}" for line in lines)
+    return "".join(f"  {line}\n" for line in lines) + _recommended_text(result, "method")
+
+
+def _recommended_text(result: InitResult, section: str) -> str:
+    """Return the lines of the recommended settings in a section. YAML 1.1 reads the rate `1e-3` as a text."""
+    found = [(key.partition(".")[2], own) for key, own in result.settings.items() if key.startswith(section)]
+    rates = {name: f"{own.value:.1e}".replace("e-0", "e-") for name, own in found if name == "learning_rate"}
+    return "".join(
+        f"  {name}: {rates.get(name) or _scalar(own.value).removesuffix('.0')}   # {own.because}\n"
+        for name, own in found
+    )
 
 
 def _optimizer_text(result: InitResult) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tunewell.config.edit import as_scalar
-from tunewell.config.load import LoadedConfig
+from tunewell.config.load import LoadedConfig, with_changes
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_data
 from tunewell.core.units import count, size_bytes
@@ -317,15 +317,6 @@ def describe_method(outlook: Outlook) -> str:
     work = outlook.work
     base = f", base model in {work.quantization}" if work.quantization != "none" else ""
     return f"{work.config.method.kind} in {work.precision}{base}, {count(work.largest_micro_batch)} tokens at once"
-
-
-def with_changes(config: Any, changes: Changes) -> Any:
-    """Return a config section with dotted keys changed."""
-    for key, value in changes.items():
-        head, _, rest = key.partition(".")
-        inner = with_changes(getattr(config, head), {rest: value}) if rest else value
-        config = config.model_copy(update={head: inner})
-    return config
 
 
 def _with_context(outlook: Outlook, context: int, free_disk: int | None) -> Outlook:

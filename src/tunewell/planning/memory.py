@@ -171,7 +171,9 @@ def _layer_bytes(work: Workload, tokens: int, *, is_compiled: bool) -> float:
     own = work.method.activations
     eager = _AUTOCAST if work.has_casts else own
     total = tokens * _per_token(work, _COMPILED if is_compiled else eager)
-    total += tokens * own.rank * work.config.method.rank * work.compute_bytes  # between the matrices of an adapter
+    total += (
+        tokens * own.rank * work.config.method.rank_and_alpha[0] * work.compute_bytes
+    )  # between the matrices of an adapter
     if not work.is_gpu and work.precision == "fp32":
         context = min(work.mean_context, _CPU_MAX_KEYS)
         keys = context if context <= _CPU_BLOCK else (context + _CPU_BLOCK) / 2

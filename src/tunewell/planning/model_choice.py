@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tunewell.config.load import LoadedConfig
+from tunewell.config.load import LoadedConfig, with_changes
 from tunewell.config.schema import Config
 from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
@@ -21,9 +21,10 @@ from tunewell.model_files.shape import ModelShape
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.fit import smaller_micro_batch
 from tunewell.planning.forecast import Outlook, predict
-from tunewell.planning.plan import plan_documents, starting_point
+from tunewell.planning.plan import plan_documents
+from tunewell.planning.recommendation import recommend_settings
 from tunewell.planning.workload import Workload, sampled_steps
-from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TokenizerRecord
+from tunewell.records.manifest import LengthRecord, Manifest, RowsRecord, SplitRecord, TokenizerRecord
 from tunewell.records.plan import Chosen
 from tunewell.records.prediction import MemoryPrediction
 
@@ -93,15 +94,19 @@ def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: M
 
     The micro-batch is the largest that fits. Raises UserError if the run cannot be planned on this machine.
     """
-    start = starting_point(rows.num_rows, shape.num_weights)
-    config = Config.model_validate(
-        {
-            "model": name,
-            "method": {"rank": start.rank.value, "alpha": start.alpha.value, "quantize": quantize},
-            "train": {"epochs": start.epochs.value, "learning_rate": start.learning_rate.value},
-        }
+    lengths = np.array(rows.lengths or (1,), dtype=np.int64)
+    tokens = float(lengths.mean())
+    facts = RowsRecord(
+        num_rows=rows.num_rows,
+        mean_tokens=tokens,
+        mean_supervised=tokens * rows.supervised_share,
+        task="documents" if rows.is_plain_text else "text",
+        because="",
     )
-    lengths = np.resize(np.array(rows.lengths or (1,), dtype=np.int64), max(1, rows.num_rows))
+    config = Config.model_validate({"model": name, "method": {"quantize": quantize}})
+    chosen = recommend_settings(facts, shape.num_weights, config)
+    config = with_changes(config, {key: own.value for key, own in chosen.items()})
+    lengths = np.resize(lengths, max(1, rows.num_rows))
     held_out, lengths = np.split(lengths, [num_auto(len(lengths))])
     device = machine.device("auto")
     inputs = PlanInputs(

@@ -1,6 +1,6 @@
 """Plan a run: choose batch size, steps, warm-up, evaluation and checkpoint intervals, each with its reason.
 
-batch = choose_batch(inputs)                   tokens or documents per optimizer step
+batch = choose_batch(inputs)                   tokens or documents per optimizer step, as in the config
 ... the data order counts the steps ...        their number depends on the permutation of each epoch
 plan  = plan_training(inputs, batch=batch, num_steps=95, epochs=5.0)
 """
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tunewell.config.extensions import METHODS, OPTIMIZERS
+from tunewell.config.extensions import METHODS
 from tunewell.config.load import LoadedConfig
 from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
@@ -33,19 +33,14 @@ from tunewell.planning.compute import (
     require_masters,
     require_optimizer,
 )
+from tunewell.planning.recommendation import recommend_rate
 from tunewell.records.plan import Chosen, Plan
 
-_STEPS_PER_EPOCH = 40
-"""Measured on the 40 reworded questions of the example (5 epochs, 3 seeds, SmolLM2-135M, H200, 2026-11-15): 19 steps of
-512 tokens per epoch gave 34 to 35 right answers; 38 steps of 256 tokens gave 38 to 39 and less forgetting."""
-_BATCH_UNIT = 128
-_BATCH_LIMITS = (256, 16_384)
 _EVALUATIONS = 10
 _MIN_SAVE_STEPS = 10
 _SHORT_RUN = 10
 """In shorter runs, a warm-up of a few percent is less than one step. It is rounded to the nearest step, not up."""
 _LARGE_MODEL = 3_000_000_000
-_WHY_FULL_RATE = ", about a tenth of LoRA's, because it changes every weight"
 
 
 @dataclass(frozen=True)
@@ -91,6 +86,7 @@ def plan_documents(inputs: PlanInputs, lengths: Ints, *, order: DataOrder | None
         batch_tokens=batch.tokens.value,
         batch_documents=batch.documents.value,
     )
+    assert train.epochs != "auto"  # `with_recommended` has filled it in
     num_steps = train.max_steps or order.num_steps(train.epochs)
     epochs = round(order.epochs_after(num_steps), 4)
     return plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs), order
@@ -103,9 +99,9 @@ def launcher_precision() -> str | None:
 
 
 def choose_batch(inputs: PlanInputs) -> StepSize:
-    """Choose the size of an optimizer step; raise UserError if two settings contradict each other."""
-    train, longest, epoch_tokens = inputs.config.train, inputs.manifest.lengths.max, inputs.split.tokens
-    if train.batch_documents is not None:
+    """Return the size of an optimizer step; raise UserError if two settings contradict each other."""
+    train, longest = inputs.config.train, inputs.manifest.lengths.max
+    if train.batch_documents not in ("auto", None):
         if train.batch_tokens != "auto":
             raise UserError(
                 "`train.batch_tokens` and `train.batch_documents` are both set; only one can be",
@@ -115,28 +111,11 @@ def choose_batch(inputs: PlanInputs) -> StepSize:
         by_documents = Chosen(None, because="`train.batch_documents` is set instead")
         return StepSize(by_documents, inputs.choice("train.batch_documents"))
     unlimited = Chosen(None, because="`train.batch_tokens` sets the size of a step")
-    if train.batch_tokens == "auto":
-        return StepSize(_automatic_batch(epoch_tokens, longest), unlimited)
+    assert train.batch_tokens != "auto"  # `with_recommended` has filled it in
     because = inputs.why("train.batch_tokens")
     if longest > train.batch_tokens:
         because += f"; a longer document (up to {count(longest)} tokens) is one step"
     return StepSize(Chosen(train.batch_tokens, because=because), unlimited)
-
-
-def _automatic_batch(epoch_tokens: int, longest: int) -> Chosen[int | None]:
-    minimum, maximum = _BATCH_LIMITS
-    share = epoch_tokens // _STEPS_PER_EPOCH // _BATCH_UNIT * _BATCH_UNIT
-    value = min(max(share, minimum), maximum)
-    if longest > value:
-        value = longest
-        because = f"the longest document has {count(longest)} tokens, and documents are not split"
-    elif share < minimum:
-        because = f"the minimum: smaller steps have noisy gradients (an epoch has {count(epoch_tokens)} tokens)"
-    elif share > maximum:
-        because = f"the maximum; an epoch of {count(epoch_tokens)} tokens still has many steps"
-    else:
-        because = f"it gives at least {_STEPS_PER_EPOCH} steps per epoch of {count(epoch_tokens)} tokens"
-    return Chosen(value, because=because)
 
 
 def plan_training(inputs: PlanInputs, *, batch: StepSize, num_steps: int, epochs: float) -> Plan:
@@ -182,24 +161,14 @@ def plan_training(inputs: PlanInputs, *, batch: StepSize, num_steps: int, epochs
 
 
 def choose_learning_rate(inputs: PlanInputs) -> Chosen[float]:
-    """Choose the learning rate: the configured one, or the default of the training method and the optimizer."""
-    setting, method = inputs.config.train.learning_rate, METHODS.entry(inputs.config.method.kind)
-    optimizer = OPTIMIZERS.entry(inputs.config.train.optimizer)
-    is_new = is_preset(inputs.config.model or "")
-    default = METHODS.entry("lora").learning_rate if is_new else method.learning_rate
-    default = round(default * optimizer.rate_factor, 12)
-    if setting != "auto":
-        is_high = not method.is_adapter and not is_new and setting > 5 * default
-        remark = f"; high for {method.title}, whose default is {default:g}" if is_high else ""
-        return Chosen(setting, because=inputs.why("train.learning_rate") + remark)
-    because = f"the default for {method.title}"
-    if is_new:
-        because = "the model starts from random weights"
-    elif not method.is_adapter:
-        because += _WHY_FULL_RATE
-    if optimizer.rate_reason:
-        because += f"; times {optimizer.rate_factor:g}: {optimizer.rate_reason}"
-    return Chosen(default, because=because)
+    """Return the configured learning rate, or the recommended one."""
+    rate, method = inputs.config.train.learning_rate, METHODS.entry(inputs.config.method.kind)
+    default = recommend_rate(inputs.num_parameters, inputs.config)
+    if rate == "auto":  # in a change of the ladder
+        return default
+    is_high = not method.is_adapter and not is_preset(inputs.config.model or "") and rate > 5 * default.value
+    remark = f"; high for {method.title}, for which `auto` is {default.value:g}" if is_high else ""
+    return Chosen(rate, because=inputs.why("train.learning_rate") + remark)
 
 
 def _num_steps(inputs: PlanInputs, batch: StepSize, num_steps: int) -> Chosen[int]:
@@ -212,6 +181,7 @@ def _num_steps(inputs: PlanInputs, batch: StepSize, num_steps: int) -> Chosen[in
         if batch.documents.value
         else f"{count(batch.tokens.value or 0)} tokens"
     )
+    assert train.epochs != "auto"
     passes = f"{train.epochs:g} {'epoch' if train.epochs == 1 else 'epochs'}"
     documents = count(inputs.split.documents, "document")
     return Chosen(num_steps, because=f"{passes} of {documents}, at most {bound} per step")
@@ -219,6 +189,7 @@ def _num_steps(inputs: PlanInputs, batch: StepSize, num_steps: int) -> Chosen[in
 
 def _warmup_steps(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
     warmup, because = inputs.config.train.warmup, inputs.why("train.warmup")
+    assert warmup != "auto"
     if warmup >= 1:
         steps = math.ceil(warmup)
         if steps >= num_steps > 1:
@@ -280,51 +251,3 @@ def _save_every(inputs: PlanInputs, num_steps: int, evaluate_every: int) -> Chos
         return Chosen(every, because="at every evaluation")
     evaluations = count(every // evaluate_every)
     return Chosen(every, because=f"every {evaluations} evaluations: saving more often costs time")
-
-
-# Choose epochs, learning rate and LoRA rank for a first run from the number of rows and the size of the model.
-
-
-@dataclass(frozen=True)
-class StartingPoint:
-    """The values that `init` writes into a new config."""
-
-    epochs: Chosen[float]
-    learning_rate: Chosen[float]
-    rank: Chosen[int]
-    alpha: Chosen[int]
-
-
-_EPOCHS = ((2_000, 5), (10_000, 3), (100_000, 2))
-_RANKS = ((1_000, 16), (20_000, 32))
-_RATES = ((500_000_000, 1e-3), (2_000_000_000, 5e-4))
-
-
-def starting_point(
-    num_rows: int, num_parameters: int | None, *, method: str = "lora", optimizer: str = "adamw"
-) -> StartingPoint:
-    """Return the values for a first run. If the size of the model is unknown, they are the safest ones."""
-    epochs = next((epochs for limit, epochs in _EPOCHS if num_rows < limit), 1)
-    rank = next((rank for limit, rank in _RANKS if num_rows < limit), 64)
-    rate = next((rate for limit, rate in _RATES if (num_parameters or limit) < limit), 2e-4)
-    rate *= METHODS.entry(method).learning_rate / METHODS.entry("lora").learning_rate
-    rate = round(rate * OPTIMIZERS.entry(optimizer).rate_factor, 12)
-    rows = count(num_rows, "row")
-    why_epochs = "enough, so each is shown once" if epochs == 1 else f"few, so each is shown {epochs} times"
-    why_rank = f"enough capacity for {rows}" if rank == 16 else f"{rows} need more than rank 16"
-    return StartingPoint(
-        epochs=Chosen(epochs, because=f"{rows} are {why_epochs}"),
-        learning_rate=Chosen(rate, because=_why_rate(num_parameters, method, optimizer)),
-        rank=Chosen(rank, because=why_rank),
-        alpha=Chosen(2 * rank, because="twice the rank; change both together"),
-    )
-
-
-def _why_rate(num_parameters: int | None, method: str, optimizer: str) -> str:
-    entry, own = METHODS.entry(method), OPTIMIZERS.entry(optimizer)
-    as_lora = "" if method == "lora" else ", the rate of LoRA" if entry.is_adapter else _WHY_FULL_RATE
-    factor = f", times {own.rate_factor:g}: {own.rate_reason}" if own.rate_reason else ""
-    if num_parameters is None:
-        return f"model size unknown; suits {entry.title} on models of several billion parameters{as_lora}{factor}"
-    size = f"{num_parameters / 1e6:,.3g} M" if num_parameters < 1e9 else f"{num_parameters / 1e9:,.1f} B"
-    return f"for {entry.title} on {size} parameters{as_lora}{factor}; small models need higher rates than large ones"

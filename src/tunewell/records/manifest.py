@@ -196,6 +196,17 @@ class SecretRecord(Record):
     """Number of secrets by kind."""
 
 
+class RowsRecord(Record):
+    """The facts about the rows from which settings are recommended: those of the files, with held-out rows."""
+
+    num_rows: int
+    mean_tokens: float
+    """Of the first rows, as they are before duplicates are dropped and long ones are cut: `init` sees the same."""
+    mean_supervised: float
+    task: str
+    because: str
+
+
 class Manifest(Record):
     """The description of a corpus; it is written last, so its presence means that the corpus is complete."""
 
@@ -210,6 +221,8 @@ class Manifest(Record):
     rows_in: int
     documents: int
     held_out: int
+    rows: RowsRecord | None = None
+    """None in a corpus of an earlier version."""
     questions: int | None = None
     """Distinct questions of all documents that are used; None in a corpus of 0.1.0."""
     pieces: int

@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 from tunewell.config.fields import MethodName
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
+from tunewell.core.units import count
 from tunewell.records.base import Record, read_record
 from tunewell.records.prediction import Prediction
 
@@ -116,6 +117,14 @@ class Plan(Record):
     """None before it is computed."""
     plugins: list[str] = []
     """Extensions of other packages that were used, with package and version; left out if there are none."""
+
+    @property
+    def updates(self) -> str:
+        """The number and the size of the updates: `312 updates of up to 64 rows`."""
+        size = count(self.batch_documents.value or 0, "row")
+        if self.batch_documents.value is None:
+            size = f"{count(self.batch_tokens.value or 0)} tokens"
+        return f"{count(self.num_steps.value, 'update')} of up to {size}"
 
 
 def write_plan(folder: Path, plan: Plan) -> None:

@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tunewell.config.schema import Config, MethodSettings
+from tunewell.config.load import LoadedConfig
+from tunewell.config.schema import MethodSettings
 from tunewell.core.units import count, duration, size_bytes
 from tunewell.machine.facts import DeviceFacts
 from tunewell.records.manifest import Manifest
@@ -73,20 +74,21 @@ def _data(plan: Plan, manifest: Manifest) -> CheckedItem:
 
 
 def _time(plan: Plan) -> CheckedItem:
-    steps = count(plan.num_steps.value, "step")
+    steps = plan.updates
     if plan.prediction is None:
         return CheckedItem("time", f"{steps}; known after the first steps", state="unknown")
     seconds = plan.prediction.seconds
     return CheckedItem("time", f"{duration(seconds.low)} to {duration(seconds.high)} in all; {steps}")
 
 
-def settings_without_effect(config: Config, num_held_out: int) -> Iterator[str]:
+def settings_without_effect(loaded: LoadedConfig, num_held_out: int) -> Iterator[str]:
     """Yield notes about settings that have no effect on this run."""
+    config = loaded.config
     if config.evaluate.patience is not None and not num_held_out:
         yield "`evaluate.patience` has no effect: there are no held-out rows"
     default = MethodSettings()
     for name in _ADAPTER_SETTINGS if config.method.kind == "full" else ():
-        if getattr(config.method, name) != getattr(default, name):
+        if f"method.{name}" not in loaded.reasons and getattr(config.method, name) != getattr(default, name):
             yield f"`method.{name}` has no effect: full fine-tuning has no adapter"
 
 

@@ -105,7 +105,7 @@ class Rehearsal:
             if not any(step.grad_norm > 0 for step in self.steps):
                 remedy = "no gradient reaches the trainable weights; check `method.targets` and `method.layers`"
             elif rate < default:
-                remedy = f"`train.learning_rate: {rate:g}` is too low; the default is {default:g}"
+                remedy = f"`train.learning_rate: {rate:g}` may be too low; `auto` chooses one for this model"
             found.append((f"the loss does not fall: {change}", remedy))
         if self.answers and all(before.answer == after.answer for before, after in self.answers):
             remedy = "" if found else "the loss falls too slowly to show; a higher `train.learning_rate` may help"

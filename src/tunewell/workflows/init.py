@@ -5,38 +5,35 @@ import shlex
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.edit import set_key
+from tunewell.config.extensions import METHODS
 from tunewell.config.keys import dotted_name, parse_key, resolve_alias
-from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
-from tunewell.config.schema import Config, SourceConfig
+from tunewell.config.load import FILE_NAME, LoadedConfig, load_config, with_changes
+from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import read_value
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url, write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.questions import Asker, MenuQuestion
+from tunewell.data.corpus.assembly import SAMPLE_ROWS
 from tunewell.data.corpus.spec import source_options
-from tunewell.data.question_rows import read_questions
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.blocks import count_rows
 from tunewell.data.sources.recognise import Recognised, held_out_beside, read_options, recognise
 from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.model_files.facts import read_facts
-from tunewell.planning.first_config import InitResult, config_text, find_recipe
-from tunewell.planning.plan import starting_point
-from tunewell.records.manifest import Manifest
+from tunewell.planning.first_config import InitResult, Recipe, config_text, find_recipe
+from tunewell.planning.recommendation import RECOMMENDED, is_open, recommend_settings, task_of_rows
+from tunewell.records.manifest import Manifest, RowsRecord
 from tunewell.records.plan import Chosen
 from tunewell.runs.config import with_start
-from tunewell.scoring.base import ReferenceRow
-from tunewell.scoring.tasks import find_task, is_chat_export
 from tunewell.workflows.prepare import temporary_corpus
 
-_SAMPLE_ROWS = 1000
-_TASK_ROWS = 20_000
-"""Maximum number of rows, from the first on, that are read to find the task."""
 _BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
 """Built-in templates, in the order in which they are tried for a model without a chat template."""
 _OF_SOURCE = "data.sources"
@@ -77,11 +74,13 @@ def init(
         sample = _sample(wanted, (plain, limit), template, source, progress)
     facts, held_out = read_facts(base), held_out_beside(files)
     num_rows = count_rows(files, read_options(source, limit))
-    start = starting_point(num_rows, facts.num_parameters, method=recipe.kind, optimizer=recipe.optimizer)
-    if given.method.adapter is not None:
-        because = f"that of the adapter, which goes on being trained on `{facts.name}`"
-        rank = Chosen[int](value=given.method.rank, because=because)
-        start = replace(start, rank=rank, alpha=Chosen[int](value=given.method.alpha, because=because))
+    own = {**source.settings, "path": plain, "limit": limit}
+    tree = {**wanted.config.model_dump(exclude_unset=True), "data": {"sources": [own]}}
+    formats = [name for one in sample.sources for name in one.formats]
+    task = task_of_rows(Config.model_validate(tree), formats, sample.documents, base=Path())
+    assert sample.rows is not None
+    rows = sample.rows.model_copy(update={"num_rows": num_rows, "task": task.value, "because": task.because})
+    settings = _settings(rows, facts.num_parameters, given, recipe)
     tested = count_rows(find_files(held_out, base=Path()), read_options(source)) if held_out else 0
     result = InitResult(
         path,
@@ -91,10 +90,11 @@ def init(
         num_rows=num_rows,
         held_out=held_out,
         template=template,
-        start=start,
+        rows=rows,
+        settings=settings,
         source=source,
         long_documents=_long_documents(sample, facts.context_limit, ask),
-        task=_task(sample, {**source.settings, "path": plain}, limit),
+        task=task,
         method=method,
         num_rows_in_file=tested,
     )
@@ -104,6 +104,21 @@ def init(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     return replace(result, text=text)
+
+
+def _settings(rows: RowsRecord, num_parameters: int | None, given: Config, recipe: Recipe) -> dict[str, Chosen[Any]]:
+    """Return the recommended settings, and those that are given in place of them."""
+    method = {} if "kind" in given.method.model_fields_set else {"method.kind": recipe.kind}
+    optimizer = {} if "optimizer" in given.train.model_fields_set else {"train.optimizer": recipe.optimizer}
+    config = with_changes(given, method | optimizer)
+    found = recommend_settings(rows, num_parameters, config)
+    is_adapter = METHODS.entry(config.method.kind).is_adapter
+    because = "as you said" if given.method.adapter is None else "that of the adapter, which goes on being trained"
+    return {
+        key: found.get(key) or Chosen(attrgetter(key)(config), because=because)
+        for key in RECOMMENDED
+        if (key in found or not is_open(config, key)) and (is_adapter or not key.startswith("method"))
+    }
 
 
 def init_to_train(
@@ -188,7 +203,7 @@ def _sample(
 ) -> Manifest:
     """Prepare the first rows in a temporary folder, and return the manifest."""
     plain, limit = data
-    own = {**source.settings, "path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
+    own = {**source.settings, "path": plain, "limit": min(limit or SAMPLE_ROWS, SAMPLE_ROWS)}
     tree = wanted.config.model_dump(exclude_unset=True)
     values = {
         "data": {**tree["data"], "sources": [own], "held_out": 0.0, "index": None},
@@ -197,19 +212,6 @@ def _sample(
     }
     with temporary_corpus(wanted, values, progress) as corpus:
         return corpus.manifest
-
-
-def _task(sample: Manifest, source: dict[str, Any], limit: int | None) -> Chosen[str]:
-    """Return the task of the first rows, with the reason."""
-    limit = min(limit or _TASK_ROWS, _TASK_ROWS)
-    try:
-        found = read_questions(SourceConfig.model_validate({**source, "limit": limit}))
-    except UserError:
-        found = []
-    rows = [ReferenceRow(one.text, one.reference, one.answers, num_replies=one.num_replies) for one in found]
-    formats = {name for one in sample.sources for name in one.formats}
-    num_documents = 0 if rows else sample.documents
-    return find_task(rows, num_documents=num_documents, is_chat=is_chat_export(formats))
 
 
 def _long_documents(sample: Manifest, limit: int | None, ask: Asker | None) -> str:

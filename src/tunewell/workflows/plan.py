@@ -17,6 +17,7 @@ from tunewell.planning.advice import advise
 from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import Outlook, shape_of
 from tunewell.planning.machine_notes import machine_notes
+from tunewell.planning.recommendation import with_recommended
 from tunewell.planning.result import CardRow, PlanResult
 from tunewell.records.plan import Chosen
 from tunewell.runs.config import require_training_data, with_start
@@ -56,6 +57,7 @@ def plan(
         progress(Progress("preparing the corpus"))
         prepare(loaded, progress=progress)
     corpus = open_corpus(loaded.path(loaded.config.corpus))
+    loaded = with_recommended(loaded, corpus.manifest)
     machine = read_machine(system)
     device = machine.device(loaded.config.device)
     if not cards:

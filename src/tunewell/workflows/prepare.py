@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from tunewell.data.corpus.build import build
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.corpus.spec import BuildSpec, make_spec, require_model_and_data
 from tunewell.data.corpus.writer import CorpusOutput
+from tunewell.data.sources.base import TOKENIZED
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.model_files.facts import read_facts
+from tunewell.planning.recommendation import task_of_rows
 from tunewell.records.manifest import Manifest
 from tunewell.runs.config import with_start
 
@@ -108,6 +111,8 @@ def load_spec(loaded: LoadedConfig, progress: ProgressListener = silent) -> Buil
         text.tokenizer = _with_earlier_tokens(text.tokenizer, facts.vocab_size)
     spec = make_spec(loaded, text, context_limit=facts.context_limit, progress=progress)
     spec.remarks += tuple(remarks)
+    if not any(job.file.format == TOKENIZED for job in spec.jobs):  # those have no rows
+        spec.find_task = partial(task_of_rows, loaded.config, base=loaded.base)
     return spec
 
 

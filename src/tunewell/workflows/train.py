@@ -26,8 +26,9 @@ from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import shape_of
 from tunewell.planning.memory import CONTEXT_BYTES
 from tunewell.planning.plan import plan_run
+from tunewell.planning.recommendation import with_recommended
 from tunewell.records.manifest import MANIFEST
-from tunewell.records.plan import Plan, Start
+from tunewell.records.plan import Plan, Start, read_plan
 from tunewell.records.report import EXIT_NOT_VALIDATED
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 from tunewell.runs.config import RunOptions, missing_rows, require_training_data, with_start
@@ -131,6 +132,8 @@ class Training:
             config = self.loaded.config
             corpus = open_corpus(self.loaded.path(config.corpus), verify=True, in_memory=config.train.in_memory)
         with self.recorder.stage("plan"):
+            before = read_plan(folder.path) if self.options.is_resuming else None
+            self.loaded = with_recommended(self.loaded, corpus.manifest, before)
             plan, order = self.predicted_plan(corpus)
             plan = plan.model_copy(update={"start": self.start})
             if self.start is not None:
@@ -236,7 +239,7 @@ class Training:
         size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
         folder, keep = run.checkpoints.folder.parent, self.loaded.config.checkpoints.keep
         items = checklist(run.plan, corpus.manifest, self.device, folder=folder, checkpoint_bytes=size, keep=keep)
-        for message in [*settings_without_effect(self.loaded.config, len(corpus.held_out)), *warnings(items)]:
+        for message in [*settings_without_effect(self.loaded, len(corpus.held_out)), *warnings(items)]:
             self.recorder.note(message)
         return items
 

@@ -10,7 +10,6 @@ from tunewell.cli.options import Argument, AsJson, Option, Sets
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import dropped_reasons
-from tunewell.config.extensions import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
@@ -18,11 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tunewell.planning.first_config import InitResult
+    from tunewell.records.plan import Chosen
 
 _LOOK_UP = "if the answers are in documents, `tunewell index DOCUMENTS`; `tunewell compare` shows which works better"
 EXIT_OPEN = 2
 _LABELS = {"columns": "columns", "encoding": "encoding", "separator": "separator", "assistant": "replies of"}
 """Settings of the source that the screen shows."""
+_SETTINGS = {
+    "method.rank": "LoRA rank",
+    "train.epochs": "epochs",
+    "train.learning_rate": "learning rate",
+    "train.batch_documents": "batch",
+    "train.batch_tokens": "batch",
+}
+"""Recommended settings that the screen shows."""
 
 
 def command(
@@ -94,9 +102,7 @@ def source_sets(columns: str | None, encoding: str | None) -> list[str]:
 
 def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) -> str:
     """Return what the config is based on, with the reasons."""
-    from tunewell.planning.first_config import find_recipe
-
-    sample, start, facts = result.sample, result.start, result.facts
+    sample, facts = result.sample, result.facts
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats}))
     size = f"{count(facts.num_parameters)} parameters" if facts.num_parameters else "size unknown"
     limit = f"context of {count(facts.context_limit)} tokens" if facts.context_limit else "context length unknown"
@@ -116,11 +122,9 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
         *([["task", f"{result.task.value}: {result.task.because}"]] if result.task else []),
         ["chat template", template],
         ["kept for testing", result.kept_for_testing],
-        ["epochs", f"{start.epochs.value:g}: {start.epochs.because}"],
-        ["learning rate", f"{start.learning_rate.value:g}: {start.learning_rate.because}"],
+        *([_SETTINGS[key], _with_reason(key, own)] for key, own in result.settings.items() if key in _SETTINGS),
+        ["updates", f"about {count(result.num_updates)} in all"],
     ]
-    if METHODS.entry(find_recipe(result.method).kind).is_adapter:
-        rows.append(["LoRA rank", f"{start.rank.value}: {start.rank.because}"])
     if labels := result.source.labels:
         remark = f"{count(len(labels), 'label')}; the model learns to name the label of a text (see the config)"
         rows.insert(2, ["classification", remark])
@@ -136,6 +140,10 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
         rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped)}"])
     rows += [["open", f"`{key}`: {question}"] for key, question in result.source.open_points.items()]
     return folded_table(rows)
+
+
+def _with_reason(key: str, own: "Chosen[Any]") -> str:
+    return f"{own.value:,g}{' ' if 'batch' in key else ': '}{own.because}"
 
 
 def _screen(result: "InitResult", data: str, options: "Sequence[str]", sets: "Sequence[str]") -> str:

@@ -72,12 +72,14 @@ def _rows(result: PlanResult) -> list[list[str]]:
         for tokens, rate in result.sizes:
             mark = ", chosen" if tokens == plan.micro_batch_tokens.value else ""
             rows.append([f"  {count(tokens)}", f"{'#' * round(_BAR * rate / best)} {rate:,.0f} tokens/s{mark}"])
-    steps = count(plan.num_steps.value, "step")
+    batch = plan.batch_documents if plan.batch_documents.value else plan.batch_tokens
+    epochs = f"{plan.epochs.value:.3g} {'epoch' if plan.epochs.value == 1 else 'epochs'}"
     rows += [
+        ["training", f"{plan.updates} in {epochs}: {batch.because}"],
         ["micro-batch", f"{count(plan.micro_batch_tokens.value)} tokens: {plan.micro_batch_tokens.because}"],
         [
             "time",
-            f"{_time(prediction)}: {steps}, {format_speed(result.tokens_per_second)}",
+            f"{_time(prediction)}: {format_speed(result.tokens_per_second)}",
         ],
         ["  by phase", ", ".join(f"{name} {duration(value)}" for name, value in seconds.phases.items())],
     ]

@@ -23,6 +23,7 @@ from tunewell.data.corpus.held_out import choose_auto, choose_share
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
 from tunewell.records.manifest import ANSWERS, DROPPED, SECRETS, SourceRecord, unknown_remark
 
+SAMPLE_ROWS = 1000
 _MAX_SECRET_ROWS = 1000
 _MIN_HELD_OUT = 2
 """Rows of a share that need no adjustment."""
@@ -133,6 +134,10 @@ class Assembly:
         self.secrets: Counter[str] = Counter()
         self.num_secret_rows = 0
         self.num_tokens = 0
+        self.num_rows = 0
+        """Rows of all files but the held-out one."""
+        self.sampled = np.zeros(3, dtype=np.int64)
+        """Documents, tokens and supervised tokens of the first `SAMPLE_ROWS` rows."""
         self._num_documents = 0
         self._is_auto = config.held_out == "auto"
         self._held_out_share = 0.0 if isinstance(config.held_out, str) else config.held_out
@@ -187,7 +192,12 @@ class Assembly:
         supervised = block.supervised.astype(bool)
         starts = np.cumsum(block.lengths) - block.lengths
         supervised[starts] = False  # a first token cannot be predicted from earlier ones
-        keep = np.logical_or.reduceat(supervised, starts) if len(rows) else np.zeros(0, dtype=bool)
+        num_supervised = np.add.reduceat(supervised, starts, dtype=np.int64) if len(rows) else np.zeros(0, np.int64)
+        keep = num_supervised > 0
+        if not is_held_out:
+            first = keep & (np.flatnonzero(~is_dropped) < SAMPLE_ROWS - self.num_rows)
+            self.sampled += (first.sum(), block.lengths[first].sum(), num_supervised[first].sum())
+            self.num_rows += len(block.status)
         for row in rows[~keep].tolist():
             self.drop(ledger, row, "nothing_to_learn")
         held_out = np.full(len(rows), is_held_out)

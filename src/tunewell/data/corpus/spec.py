@@ -1,7 +1,7 @@
 """The build spec of a corpus: its files, its row pipelines, and every setting that affects the result."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -30,6 +30,7 @@ from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 from tunewell.data.sources.local import outside_links, unread_files
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.records.manifest import TemplateRecord, TokenizerRecord
+from tunewell.records.plan import Chosen
 
 HELD_OUT_FILE = -1
 """Source index of the held-out file."""
@@ -77,6 +78,8 @@ class BuildSpec:
     remarks: tuple[str, ...] = ()
     """Sentences about the files of the sources, for the manifest."""
     progress: ProgressListener = silent
+    find_task: Callable[[Sequence[str], int], Chosen[str]] = lambda formats, num_documents: Chosen("text", because="")
+    """Finds the task of the rows, from their formats and the number of documents."""
 
     def source_label(self, index: int) -> str:
         """Return the name of a source for the mix report."""

@@ -22,6 +22,7 @@ from tunewell.records.manifest import (
     Manifest,
     NearDuplicateRecord,
     PackingRecord,
+    RowsRecord,
     SecretRecord,
     SplitRecord,
     TokenCounts,
@@ -34,6 +35,13 @@ _NUM_COLUMNS = 12
 _NUM_CHARACTERS = 20
 
 WrittenSplit = tuple[Units, PackedSequences, SplitRecord]
+
+
+def _rows(spec: BuildSpec, assembly: Assembly) -> RowsRecord:
+    documents, tokens, supervised = assembly.sampled.tolist()
+    task = spec.find_task([name for source in assembly.sources for name in source.formats], documents)
+    means = {"mean_tokens": tokens / max(1, documents), "mean_supervised": supervised / max(1, documents)}
+    return RowsRecord(num_rows=assembly.num_rows, task=task.value, because=task.because, **means)
 
 
 def make_manifest(
@@ -65,6 +73,7 @@ def make_manifest(
         rows_in=ledger["rows"],
         documents=ledger["documents"],
         held_out=ledger["held_out"],
+        rows=_rows(spec, assembly),
         questions=assembly.num_questions,
         pieces=pieces,
         repeats=units.num_repeats,

@@ -15,7 +15,8 @@ from tunewell.library.progress import Show, shown
 def sweep(
     config: ConfigLike = None,
     *,
-    over: Mapping[str, Sequence[Any]],
+    over: Mapping[str, Sequence[Any]] | None = None,
+    budget: str | None = None,
     model: ModelPath = None,
     data: Data = None,
     out: StrPath = "sweep",
@@ -28,20 +29,21 @@ def sweep(
 ) -> SweepResult:
     """Train with every combination of the values in `over`, like `{"train.learning_rate": [1e-4, 3e-4]}`.
 
-    The two best settings are trained with `seeds` seeds. `resume` goes on with the sweep in `out`. Raises UserError
-    before the first run for invalid values.
+    With `budget`, like `10m`, settings near the recommended ones are tried, as many as the time allows. The two best
+    settings are trained with `seeds` seeds. `resume` goes on with the sweep in `out`. Raises UserError before the first
+    run for invalid values.
     """
     from tunewell.features.sweep.workflow import SweepOptions
     from tunewell.features.sweep.workflow import sweep as run_sweep
 
     alternatives = [
-        f"{key}={','.join(json.dumps(value, default=str) for value in values)}" for key, values in over.items()
+        f"{key}={','.join(json.dumps(value, default=str) for value in values)}" for key, values in (over or {}).items()
     ]
 
     def shown_run(title: str) -> AbstractContextManager[Any]:
         return shown(progress, is_training=True)
 
-    options = SweepOptions(out=Path(out), seeds=seeds, is_resuming=resume, allow_pickle=allow_pickle)
+    options = SweepOptions(out=Path(out), seeds=seeds, budget=budget, is_resuming=resume, allow_pickle=allow_pickle)
     return run_sweep(
         config,
         sets=[*all_sets(sets, settings), *alternatives],

@@ -20,6 +20,7 @@ def command(
     data: DataPaths = None,
     out: Annotated[Path, Option("Folder to write the runs to.", "FOLDER")] = Path("sweep"),
     seeds: Annotated[int, Option("Train the two best settings with this many seeds.", "N")] = 1,
+    budget: Annotated[str | None, Option("Find the best settings within a time, like `10m`.", "TIME")] = None,
     resume: Annotated[bool, Option("Resume the sweep in the `--out` folder.")] = False,
     no_validate: Annotated[bool, Option("Do not test the models.")] = False,
     *,
@@ -28,6 +29,8 @@ def command(
 ) -> None:
     """Train with every combination of some settings, and name the best run.
 
+    With `--budget 10m`, settings near the recommended ones are tried, as many as the time allows.
+
     Example: tunewell sweep --set train.learning_rate=1e-4,3e-4,1e-3 --set method.rank=8,32
     """
     from tunewell.cli.screens.training import shown_training
@@ -35,7 +38,7 @@ def command(
     from tunewell.features.sweep.sweep import make_trials, parse_sets
 
     sets = [*(set_ or ()), *(["verdict.after_training=false"] if no_validate else [])]
-    if not resume:
+    if not resume and not budget:
         make_trials(parse_sets(sets)[1])  # errors before torch is imported
 
     def shown(title: str) -> AbstractContextManager[Any]:
@@ -47,7 +50,9 @@ def command(
     from tunewell.features.sweep.screen import sweep_screen
     from tunewell.features.sweep.workflow import SweepOptions, sweep
 
-    options = SweepOptions(out=out, seeds=seeds, is_resuming=resume, allow_pickle=allow_pickle, owns_process=True)
+    options = SweepOptions(
+        out=out, seeds=seeds, budget=budget, is_resuming=resume, allow_pickle=allow_pickle, owns_process=True
+    )
     result = sweep(config, sets=sets, model=model, data=data, options=options, shown=shown)
     emit(json_text(result.as_json()) if json else sweep_screen(result))
     if result.exit_code:

@@ -4,6 +4,7 @@ import gc
 import json
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import is_disk_full, write_atomic
 from tunewell.core.units import count, size_bytes
 from tunewell.evaluation.session import ValidateOptions
+from tunewell.features.sweep.budget import conclude_budget
 from tunewell.features.sweep.sweep import (
     SWEEP,
     SweepResult,
@@ -66,6 +68,8 @@ class SweepRunner:
     threads: Chosen[int] | None = None
     """The fastest number of threads, once measured."""
     is_interrupted: bool = False
+    trained: list[Trial] = field(default_factory=list[Trial])
+    started: float = field(default_factory=time.monotonic)
 
     def run(self) -> SweepResult:
         """Check every trial, then run them. Raise UserError before the first run, or if all runs fail."""
@@ -133,7 +137,7 @@ class SweepRunner:
         for number, trial in enumerate(trials, start=1):
             if self.is_interrupted:
                 return
-            if self._is_done(trial):
+            if self._is_done(trial) or not self._has_time(trial):
                 continue
             free = shutil.disk_usage(self.folder).free
             if free < _MIN_FREE_BYTES:
@@ -161,6 +165,16 @@ class SweepRunner:
         is_resuming = (run / PLAN).is_file()
         options = replace(self.options, is_resuming=is_resuming, measure_threads=self._measure_threads, is_alone=False)
         self.is_interrupted = run_training(self.load(trial), options, listener).signal is not None
+
+    def _has_time(self, trial: Trial) -> bool:
+        """Return True if a run fits into the rest of the budget, by its prediction and the time of the runs so far."""
+        used, known = time.monotonic() - self.started, sum(one.seconds for one in self.trained)
+        seconds = trial.seconds * (used / known if known else 0.0)
+        if self.spec.budget is not None and used + seconds > self.spec.budget:
+            self.notes.append(f"no time for {', '.join(trial.sets())}")
+            return False
+        self.trained.append(trial)
+        return True
 
     def run_of(self, trial: Trial) -> Path:
         """Return the run folder of a trial."""
@@ -206,6 +220,8 @@ class SweepRunner:
             best = [result.best, *(one for one in result.runs if one.is_complete and one != result.best)][:3]
             words = ["tunewell", "compare" if len(best) > 1 else "validate", *(one.run for one in best)]
             result = replace(result, next_command=shlex.join(words))
+            if self.spec.budget is not None:
+                result = conclude_budget(result, self.trials)
         write_sweep(self.folder, self.spec, self.trials, result)
         return result
 

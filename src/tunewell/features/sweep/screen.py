@@ -21,11 +21,13 @@ def sweep_screen(result: "SweepResult") -> str:
         keys.append("seed")
     drawn = [run for run in result.runs if run.steps][:_MAX_DRAWN]
     letters = {run.name: letter(index) for index, run in enumerate(drawn)}
-    has_verdict = any(run.verdict for run in result.runs)
-    head = ["", *(key.rpartition(".")[2] for key in keys), "held-out", "steps", *(["verdict"] if has_verdict else [])]
+    has_answers = any(run.judged for run in result.runs)
+    last = ["right"] if has_answers else ["verdict"] if any(run.verdict for run in result.runs) else []
+    head = ["", *(key.rpartition(".")[2] for key in keys), "held-out", "steps", *last]
     rows = [[*head, "status"]]
     for run in result.runs:
-        verdict = [run.verdict or "-"] if has_verdict else []
+        judged = f"{run.right} of {run.judged}" if run.judged else "-"
+        verdict = [judged if has_answers else run.verdict or "-"] if last else []
         values = [one_line(run.settings.get(key, "-")) for key in keys]
         loss = "-" if run.held_out is None else format_loss(run.held_out)
         rows.append([letters.get(run.name, ""), *values, loss, _steps(run), *verdict, run.status])

@@ -89,6 +89,8 @@ class Trial:
     name: str
     """The name of its folder."""
     settings: Settings
+    seconds: float = 0.0
+    """The predicted time; 0 if none was predicted."""
 
     def sets(self) -> list[str]:
         """Return the settings as values of `--set`."""
@@ -108,7 +110,11 @@ def make_trials(alternatives: Mapping[str, Sequence[str]]) -> list[Trial]:
             f"{count(number, 'combination')} are too many for one sweep",
             fix=f"give fewer values: a sweep has at most {count(_MAX_RUNS, 'run')}",
         )
-    settings = [dict(zip(alternatives, values, strict=True)) for values in itertools.product(*alternatives.values())]
+    return name_trials([dict(zip(alternatives, own, strict=True)) for own in itertools.product(*alternatives.values())])
+
+
+def name_trials(settings: Sequence[Settings]) -> list[Trial]:
+    """Return a run for each of some settings."""
     return [Trial(_name(index, one), one) for index, one in enumerate(settings, start=1)]
 
 
@@ -143,6 +149,8 @@ class SweepSpec:
     model: str | None = None
     data: list[str] = field(default_factory=list)
     seeds: int = 1
+    budget: float | None = None
+    """Seconds for all runs; None without `--budget`."""
     folder: str = ""
     """The folder in which the command ran, from which relative paths start."""
 
@@ -206,6 +214,9 @@ class TrialResult:
     verdict: str | None = None
     tokens_per_second: float | None = None
     note: str | None = None
+    right: int | None = None
+    judged: int = 0
+    """Right answers on the slice of a sweep with a budget."""
 
     @property
     def is_complete(self) -> bool:

@@ -10,6 +10,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, make_private, require_output_path
 from tunewell.core.launcher import world_size
 from tunewell.core.options import WeightsOptions
+from tunewell.features.sweep.budget import budgeted, parse_budget
 from tunewell.features.sweep.runner import Shown, SweepRunner
 from tunewell.features.sweep.sweep import (
     SWEEP,
@@ -21,7 +22,7 @@ from tunewell.features.sweep.sweep import (
     require_same_sweep,
 )
 from tunewell.records.rundir import LOCK
-from tunewell.runs.config import RunOptions
+from tunewell.runs.config import RunOptions, load_for_run, with_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class SweepOptions(WeightsOptions):
     out: Path = Path("sweep")
     seeds: int = 1
     """The two best settings are trained with this many seeds."""
+    budget: str | None = None
+    """A time like `10m`, within which settings near the recommended ones are tried."""
     is_resuming: bool = False
     owns_process: bool = False
     """True on the command line, as in RunOptions."""
@@ -55,17 +58,26 @@ def sweep(
         raise UserError(f"`--seeds {options.seeds}` is not a number of seeds", fix="use at least 1")
     out = options.out.expanduser()
     fixed, alternatives = parse_sets(sets)
+    budget = parse_budget(options.budget) if options.budget else None
+    if budget and (alternatives or options.seeds > 1):
+        raise UserError(
+            "`--budget` chooses the settings and the seed itself", fix="leave out alternatives and `--seeds`"
+        )
     name = str(config) if isinstance(config, str | Path) else None
-    spec = SweepSpec(alternatives, fixed, name, model, list(data or ()), options.seeds, str(Path.cwd()))
+    spec = SweepSpec(alternatives, fixed, name, model, list(data or ()), options.seeds, budget, str(Path.cwd()))
     if options.is_resuming and not alternatives:
         stored = _stored_spec(out)
         spec = replace(stored, seeds=max(stored.seeds, options.seeds))
         config = spec.config if config is None else config
-    trials = [] if options.is_resuming else make_trials(spec.alternatives)
+    trials = [] if options.is_resuming or budget else make_trials(spec.alternatives)
     run_options = RunOptions(allow_pickle=options.allow_pickle, owns_process=options.owns_process)
     with _locked(out, is_resuming=options.is_resuming):
         if options.is_resuming:
             trials = require_same_sweep(out, spec)
+        elif budget:
+            loaded = load_for_run(config, fixed, is_resuming=False, model=model, data=data)
+            with shown("preparing the rows") as listener:
+                spec, trials = budgeted(spec, with_start(loaded)[0], out, listener)
         return SweepRunner(spec, trials, out, config, run_options, shown).run()
 
 
