@@ -303,7 +303,9 @@ def _find(path: Path | None) -> Path | None:
         raise UserError("the config is a folder", where=str(path), fix=f"name the file: `--config {path / FILE_NAME}`")
     if not path.exists():
         raise UserError(
-            "the config file does not exist", where=str(path), fix="create one with `tunewell init DATA --model MODEL`"
+            "the config file does not exist",
+            where=str(path),
+            fix="create one with `tunewell init FILE`, where FILE has your rows",
         )
     return path
 

@@ -74,10 +74,16 @@ def resolve_model(
     return ModelRef(name, "model", path if is_path else None, model, None, base, loaded)
 
 
-def _current_run() -> Path:
+def find_current_run() -> Path | None:
+    """Return the run that the config in this folder names, or None if there is none yet."""
     loaded = load_config()
     run = loaded.path(loaded.config.run)
-    if not (run / PLAN).is_file():
+    return run if (run / PLAN).is_file() else None
+
+
+def _current_run() -> Path:
+    if (run := find_current_run()) is None:
+        loaded = load_config()
         where = f"`{FILE_NAME}` names the run `{loaded.config.run}`" if loaded.file else f"there is no `{FILE_NAME}`"
         raise UserError(
             "there is no run in this folder", where=where, fix="name a run or a model, or run `tunewell train`"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tunewell.runs.config import RunOptions
     from tunewell.runs.result import TrainResult
 
-_ROWS = "File, folder or glob of rows. Writes `tunewell.yaml` first, as `init` does. Needs `--model`."
+_ROWS = "File, folder or glob of rows. Writes `tunewell.yaml` first, as `init` does. Without `--model`, it chooses one."
 _REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fall? No run is written."
 _INDEX = "Train the model to answer from this index: the rows get passages, and whole documents are held out."
 _STRICT = "Under `torchrun`, exit with the code of the verdict instead of 0."
@@ -165,15 +165,18 @@ def _write_first_config(
     can_ask: bool,
 ) -> None:
     """Write `tunewell.yaml` for these rows as `init` does, unless the existing one has these rows."""
+    from functools import partial
+
+    from tunewell.cli.commands.init import choose_model, config_table
     from tunewell.workflows.init import init_to_train
 
     if given.config is not None or data:
         raise UserError("the rows are named twice", fix="leave out `--config` and `--data`, or the first argument")
     with progress_and_questions(can_ask=can_ask) as (progress, ask):
-        result = init_to_train(rows, model=model, sets=given.set_ or (), ask=ask, progress=progress)
+        sets = given.set_ or ()
+        choose = partial(choose_model, rows, sets=sets, ask=ask, progress=progress)
+        result = init_to_train(rows, model=model or choose, sets=sets, ask=ask, progress=progress)
     if result is not None:
-        from tunewell.cli.commands.init import config_table
-
         sys.stderr.write(f"{config_table(result, rows)}\nwrote `{result.path}`\n")
         sys.stderr.flush()
 

@@ -79,7 +79,9 @@ def notebook(
         )
     loaded = load_config(config)
     if loaded.file is None:
-        raise UserError(f"there is no `{FILE_NAME}` here", fix="write one with `tunewell init DATA --model MODEL`")
+        raise UserError(
+            f"there is no `{FILE_NAME}` here", fix="write one with `tunewell init FILE`, where FILE has your rows"
+        )
     for key, value in (("model", loaded.config.model), ("data.sources", loaded.config.data.sources)):
         if not value:
             raise UserError(
