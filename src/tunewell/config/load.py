@@ -482,6 +482,10 @@ def _expand(draft: _Draft) -> None:
 
 def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
     key_path = resolve_alias(parse_key(key))
+    if key_path[:2] == ("data", "sources") and any(isinstance(step, str) for step in key_path[2:3]):
+        sources = draft.get(("data", "sources"))
+        if isinstance(sources, list) and len(cast(list[object], sources)) == 1:
+            key_path = (*key_path[:2], 0, *key_path[2:])  # there is one source, so it needs no number
     owner = all_keys().get(dotted_name(key_path))
     if owner and owner.is_section and owner.section and len(meanings := _meanings(owner.section, value)) == 1:
         key_path = (*key_path, meanings[0])

@@ -11,6 +11,7 @@ from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import dropped_reasons
 from tunewell.config.extensions import METHODS
+from tunewell.config.glossary import explain_losses
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
@@ -149,6 +150,10 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
     if sample.dropped:
         dropped = f"{count(sum(sample.dropped.values()))} of the first {count(sample.rows_in, 'row')}"
         rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped)}"])
+        if not result.source.pauses:
+            rows += [["why", text] for text in explain_losses(sample.dropped, sample.rows_in)]
+    if result.source.pauses:
+        rows.append(["pauses", result.source.pauses])
     rows += [["open", f"`{key}`: {question}"] for key, question in result.source.open_points.items()]
     return folded_table(rows)
 
