@@ -27,7 +27,7 @@ ModelArgument = Annotated[
 ]
 Checkpoint = Annotated[str, Option("Checkpoint of a run: `best`, `last` or a step.", "STEP")]
 BaseModel = Annotated[str | None, Option("Base model of an adapter, if it is not recorded.", "MODEL")]
-IndexOption = Annotated[str | None, Option("Answer from this index, made by `tunewell index`.", "INDEX")]
+IndexOption = Annotated[str | None, Option("Answer from this index, made by `tunewell index FOLDER`.", "INDEX")]
 Device = Annotated[str, Option("Device: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.", "NAME")]
 RunDevice = Annotated[str | None, Option("Device: `cpu`, `cuda`, `cuda:1` or `mps`.", "NAME")]
 AllowPickle = Annotated[bool, Option("Load `.pt` or `.bin` weights, which can run code. Trusted files only.")]

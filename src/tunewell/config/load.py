@@ -160,7 +160,8 @@ class LoadedConfig:
 
     def path(self, text: str) -> Path:
         """Resolve a local path of the config relative to `base`; `~` is the home folder."""
-        return self.base / Path(text).expanduser()
+        path = self.base / Path(text).expanduser()
+        return short_path(path) if ".." in path.parts else path
 
     def seen(self, name: str) -> str:
         """Return the resolved path of a local model; return any other name unchanged."""

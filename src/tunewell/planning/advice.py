@@ -97,7 +97,7 @@ _OPTIONS: dict[Choice, list[str]] = {
     "train": ["train here: `tunewell train`", "train on Colab: `tunewell notebook`"],
     "compare": [
         "train, then test on reworded questions: `tunewell train`",
-        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask`",
+        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask QUESTION`",
         "do both, and measure which is better: `tunewell compare`",
     ],
     "more rows": [
@@ -106,7 +106,7 @@ _OPTIONS: dict[Choice, list[str]] = {
         "put a few rows into the prompt as examples instead",
     ],
     "retrieve": [
-        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask`; `tunewell compare` measures it",
+        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask QUESTION`; `tunewell compare` measures it",
         "train on several wordings of each fact: one is rarely remembered",
         "train anyway: the verdict on the held-out rows shows whether it helped",
     ],

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.parity import PROOF, read_proof
 from tunewell.records.plan import PLAN, read_plan
 from tunewell.records.report import REPORT, read_report
-from tunewell.records.rundir import RUN_CONFIG, find_outcome
+from tunewell.records.rundir import RUN_CONFIG, find_outcome, free_name
 from tunewell.runs.state import StoredRun
 
 _SHOWN_FILES = 3
@@ -92,9 +91,8 @@ class Overview:
             return
         self.entries.append(("note", f"`{file}` was changed after the start of this run"))
         if run.outcome.get("status", "interrupted") != "interrupted":
-            names = (f"{loaded.config.run}{number if number > 1 else ''}" for number in count_from(1))
-            free = next(own for own in names if not loaded.path(own).exists())
-            new = "" if free == loaded.config.run else f" --out {shlex.quote(free)}"
+            path = loaded.path(loaded.config.run)
+            new = f" --out {shlex.quote(free_name(path))}" if path.exists() else ""
             is_open = any(True for _ in open_points(loaded))
             self.next_step = _DECIDE if is_open else f"`tunewell train{new}` with the changed config"
 

@@ -11,7 +11,6 @@ from tunewell.cli.screens.chat import converse, loading, print_aside, show_answe
 from tunewell.core.errors import UserError
 from tunewell.core.features import require_hook
 from tunewell.core.options import WeightsOptions
-from tunewell.records.report import REPORT, read_report
 
 if TYPE_CHECKING:
     from tunewell.inference.chat import Chat, ChatAnswer
@@ -43,6 +42,7 @@ def command(
     is_piped = not sys.stdin.isatty()
     if json and prompt is None and not is_piped:
         raise UserError("`--json` needs a prompt", fix="add `--prompt TEXT`, or send prompts through a pipe")
+    from tunewell.records.report import REPORT, read_report
     from tunewell.runs.resolve import resolve_model
 
     # Whatever is wrong with the model's name is reported before torch is imported.
