@@ -41,14 +41,43 @@ def run(code: str, *arguments: str, cwd: Path | None = None, **variables: str) -
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=env)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_the_commands_in_their_order(capsys, arguments):
-    """Whoever types `tunewell` alone wants to know where to begin, and did nothing wrong."""
+@pytest.mark.parametrize("arguments", [["--help", "--all"], ["-h", "--all"]])
+def test_help_describes_all_commands_in_their_order(capsys, arguments):
     assert main(arguments) == 0
     shown = capsys.readouterr()
     listed = re.findall(r"^  (\w+)", shown.out, re.MULTILINE)
     assert listed == [name for name, _ in COMMANDS]
     assert shown.err == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_describes_seven_commands_and_names_all(capsys, tmp_path, monkeypatch, arguments):
+    """Whoever types `tunewell` alone wants to know where to begin: 25 commands in a row say nothing."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.partition("usage")[2].partition("`tunewell` alone")[0].splitlines()[2:]
+    first, others = lines[: lines.index("")], " ".join(lines[lines.index("") :]).strip()
+    assert len(first) == 7 and first[0].startswith("  train ")
+    named = [re.match(r"  (\w+)", line)[1] for line in first] + re.findall(r"(\w+)(?=,|  |$)", others)
+    assert {name for name, _ in COMMANDS} <= set(named)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name, _ in COMMANDS)])
+def test_every_help_fits_a_screen(capsys, tmp_path, monkeypatch, arguments):
+    """80 columns and 40 lines."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+
+
+def test_rare_options_are_folded_and_still_work(capsys):
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--no-supervisor" not in shown and "4 more options: `tunewell train --help --all`" in shown
+    assert main(["train", "--help", "--all"]) == 0
+    assert "--no-supervisor" in capsys.readouterr().out
 
 
 def test_every_command_has_a_summary_and_speaks_json(capsys):
