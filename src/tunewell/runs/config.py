@@ -141,7 +141,7 @@ def exit_code_of(status: Status, code: int, *, is_strict: bool) -> int:
 def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
     """Raise UserError if the config has no data or no model."""
     config = loaded.config
-    fix = "`tunewell train FILE` trains on the rows of a file, and chooses a model"
+    fix = "`tunewell train FILE` trains on the rows of a file and chooses a model; in Python, set `data` and `model`"
     if is_resuming and config.model is None:
         RunDir.require_run(loaded.path(config.run))
         fix = REPEAT_FIRST_COMMAND
