@@ -159,7 +159,8 @@ def test_with_json_an_error_is_an_object_on_stdout_too(capsys, plug):
     plug(body)
     assert main(["test", "--json"]) == 2
     shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"error": {"what": "wrong", "where": "here", "fix": None}}
+    error = {"what": "wrong", "where": "here", "fix": None}
+    assert json.loads(shown.out) == {"format_version": 1, "error": error}
     assert shown.err.startswith("error: wrong\n")
 
 
@@ -228,7 +229,7 @@ def test_text_the_terminal_cannot_show_does_not_end_a_command():
     show = "from tunewell.cli import main, render; main.main = lambda arguments: {}; main.run()"
     for call, wanted in [
         ("render.emit('caf\\xe9 \\U0001f600') or 0", "caf\\xe9 \\U0001f600\n"),
-        ("render.emit(render.json_text({'a': 'caf\\xe9 \\ud800'})) or 0", {"a": "caf\xe9 \ud800"}),
+        ("render.emit(render.json_text({'a': 'caf\\xe9 \\ud800'})) or 0", {"format_version": 1, "a": "caf\xe9 \ud800"}),
     ]:
         done = run(show.format(call), PYTHONIOENCODING="ascii")
         assert done.returncode == 0, done.stderr

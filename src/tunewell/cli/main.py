@@ -43,7 +43,7 @@ _OTHERS = {
     "your rows": "models init inspect prepare",
     "runs": "plan validate runs sweep profile track",
     "share": "verify push serve notebook",
-    "look up": "diagnose explain glossary schema",
+    "look up": "diagnose explain glossary schema cache",
 }
 _ABOUT = "Fine-tune a language model on your own data, and prove that it worked."
 _HELP_NAMES = ("--help", "-h", "help")
