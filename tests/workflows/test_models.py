@@ -132,7 +132,7 @@ def test_train_without_a_model_takes_the_same_one(project: Path, capsys: pytest.
 
 
 def test_a_download_is_asked_for_with_its_size(project: Path, monkeypatch: pytest.MonkeyPatch):
-    """Enter takes the recommended model; the smallest one and one on this disk are offered; `none` ends the command."""
+    """Enter takes the recommended model; the smallest one is offered; `none` ends the command."""
     asked: list[MenuQuestion] = []
     monkeypatch.setattr(workflow, "hub_problem", lambda: None)
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -145,9 +145,9 @@ def test_a_download_is_asked_for_with_its_size(project: Path, monkeypatch: pytes
         return workflow.recommend_model("rows.jsonl", ask=ask)[0]
 
     names = [value for value, _ in (answer(0), asked[0])[1].options]
-    assert names[0] == answer(0) and names[-2:] == ["ollama:tiny", "none"] and "SmolLM2-135M" in names[-3]
-    assert all("to download" in text for _, text in asked[0].options[:-2])
-    assert answer(len(names) - 2) == "ollama:tiny"
+    assert names[0] == answer(0) and names[-1] == "none" and "SmolLM2-135M" in names[-2]
+    assert all("to download" in text for _, text in asked[0].options[:-1])
+    assert answer(len(names) - 2) == names[-2]
     with pytest.raises(UserError, match="no model was chosen"):
         answer(len(names) - 1)
 

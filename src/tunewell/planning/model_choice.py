@@ -202,15 +202,16 @@ def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) 
     fetched = [own for own in suiting if not own.where and is_online and _can_be_fetched(own, rows)]
     groups = [(known, "strongest on this disk"), (fetched, "strongest of the list")]
     if not known and not fetched:
-        others = [own for own in suiting if own.model is None]
-        others = [own for own in others if not _lacks_language(own, rows)] or others
-        lacking = "no model in the list is suitable" if is_online else ""
-        groups = [(sorted(others, key=lambda own: -own.num_parameters), "; ".join(["largest on this disk", lacking]))]
+        others = sorted((own for own in suiting if own.model is None), key=lambda own: -own.num_parameters)
+        groups = [
+            ([own for own in others if not _lacks_language(own, rows)], "largest on this disk"),
+            (others, "largest on this disk"),
+        ]
     patience = min(max(_PATIENCE_SECONDS[0], float(rows.num_rows)), _PATIENCE_SECONDS[1])
     goal = f"{patience / 60:.0f} minutes here" if patience < 7200 else f"{patience / 3600:.1f} hours here"
     for candidates, which in groups:
         if quick := [own for own in _certain(candidates) if (own.seconds or 0.0) <= patience]:
-            first = f"the {which.rstrip('; ')} that fits and trains in {goal}"
+            first = f"the {which} that fits and trains in {goal}"
             return quick[0], _reason(quick[0], rows, first, is_online=is_online)
     candidates = _certain([own for candidates, _ in groups for own in candidates])
     if not candidates:

@@ -141,21 +141,13 @@ def recommend_model(
         )
     if not best.download_bytes or ask is None:
         return best.name, result.because
-    smallest = smallest_to_fetch(result.models, result.rows)
-    local = max((own for own in result.local if own.fits), key=lambda own: own.num_parameters, default=None)
-    offered = {own.name: own for own in (best, smallest, local) if own is not None}
-    options = [(name, f"{name}, {_size(own)}") for name, own in offered.items()]
+    offered = {own.name: own for own in (best, smallest_to_fetch(result.models, result.rows)) if own is not None}
+    options = [(name, f"{name}, {size_bytes(own.download_bytes)} to download") for name, own in offered.items()]
     question = f"Which model shall be trained or asked? Best here: {best.name}, {result.because}."
     chosen = ask(MenuQuestion(question, (*options, (_NONE, "none of them: download nothing"))))
     if chosen in (None, _NONE):
         raise UserError("no model was chosen", fix="`tunewell models` lists others; name one with `--model`")
     return chosen, result.because if chosen == best.name else "your choice"
-
-
-def _size(needs: ModelNeeds) -> str:
-    return (
-        f"{size_bytes(needs.download_bytes)} to download" if needs.download_bytes else f"on this disk ({needs.where})"
-    )
 
 
 def _rows(data: str | None, sets: Sequence[str]) -> tuple[RowStatistics, str | None]:

@@ -125,18 +125,14 @@ def is_plainly_rows(path: Path) -> bool:
     """Return True for a file of rows; False for a text or JSON object that may be anything, like a licence."""
     try:
         file = find_files(str(path), base=Path())[0]
-        if file.format == "zip":
-            from tunewell.data.sources.archive import open_archive
-
-            open_archive(file)
-        elif file.format in ("txt", "md", "json"):
+        if file.format in ("txt", "md", "json"):
             options = ReadOptions(MAX_JSON_BYTES, MAX_NESTING, encoding=detect_encoding(file, "auto"))
             file = _with_detected_format(file, options)
             is_list = file.format == "json" and next(read_utf8(file, options.encoding), b"").lstrip()[:1] == b"["
             return file.format == "jsonl" or is_list or _export_format(file, options) is not None
     except (UserError, OSError):
         return False
-    return True
+    return file.format != "zip"
 
 
 def read_parsed(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
