@@ -317,7 +317,7 @@ def test_an_unproven_verdict_says_how_many_questions_were_asked_and_would_decide
     assert "`tunewell validate run --set verdict.questions=60`" in reason.next
     assert "The base model alone reaches the minimum: no training was needed" in reason.what
     [file] = decide_verdict(replace(facts, num_held_out=20, test_file="held.jsonl"), RULES).reasons
-    assert file.next.startswith("Do you have more questions with answers? `tunewell validate run --data FILE`")
+    assert file.next.startswith("Do you have more rows for a test? `tunewell validate run --data FILE`")
     few = replace(facts, num_held_out=20, num_rows=4000, new_run="run2")
     [more] = decide_verdict(few, RULES).reasons
     assert "--set data.held_out=auto`: 200 of 4,000 rows are held out and asked" in more.next

@@ -210,10 +210,10 @@ def _without_base(measured: Measurements) -> Reason:
 
 def _ask_more(measured: Measurements, more: int | None) -> str:
     path, asked = shlex.quote(measured.model_path), len(measured.questions)
-    if measured.num_held_out > asked:
+    if asked and measured.num_held_out > asked:
         number = min(measured.num_held_out, asked + more if more else measured.num_held_out)
         return f"`tunewell validate {path} --set verdict.questions={number}` asks more of the held-out rows."
-    other = f"Do you have more questions with answers? `tunewell validate {path} --data FILE` tests it on them."
+    other = f"Do you have more rows for a test? `tunewell validate {path} --data FILE` tests it on them."
     if measured.test_file is not None:
         return other
     number = num_auto(measured.num_rows or 0)

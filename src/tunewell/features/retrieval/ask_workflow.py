@@ -21,7 +21,7 @@ def open_reader(model: str | None, options: ChatOptions, *, device: str = "auto"
     if chat_model.masker is None:
         raise UserError(
             f"`{chat_model.ref.name}` has no chat template, so it cannot be asked",
-            fix="use a chat model, or train this one first",
+            fix="name a chat model with `--model`: `tunewell models` lists some; or train this one on conversations",
         )
     return Chat(chat_model, options=options)
 
