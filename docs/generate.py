@@ -109,11 +109,11 @@ def _commands() -> str:
 
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERMINAL_WIDTH": "100"}
     parts = ["# Commands", _NOTE, "What `tunewell --help` and every `tunewell COMMAND --help` print."]
-    for arguments in (["--help"], *([name, "--help"] for name, _ in COMMANDS)):
+    for arguments in (["--help", "--all"], *([name, "--help", "--all"] for name, _ in COMMANDS)):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             main(arguments)
-        title = "tunewell" if arguments == ["--help"] else arguments[0]
+        title = "tunewell" if arguments[0] == "--help" else arguments[0]
         text = "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
         parts.append(f"## {title}\n\n```text\n{text}\n```")
     return "\n\n".join(parts) + "\n"

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import sys
 import time
@@ -236,3 +237,24 @@ def test_the_line_below_an_answer_says_what_matters():
     assert answer_statistics(ChatAnswer("yes", "end", 1, 5, 0, 0.5)) == "1 token, 2.0 tokens/s"
     assert "the answer is empty" in answer_statistics(ChatAnswer("", "end", 0, 5, 0, 0.5))
     assert "end of the model's context" in answer_statistics(ChatAnswer("x", "context", 4, 5, 0, 0.5))
+
+
+def test_chat_shows_the_verdict_and_samples_after_conversations(tmp_path, monkeypatch, capsys):
+    """A WEAK model gave wrong prices without a word, and a persona gave the same reply to everything."""
+    run, seen = tmp_path / "run", dict[str, object]()
+    shutil.copytree(Path(__file__).parents[1] / "compat" / "written_by_0_1_0", tmp_path, dirs_exist_ok=True)
+    shutil.move(tmp_path / "run_finished", run)
+    monkeypatch.chdir(tmp_path)
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    report |= {"verdict": "WEAK", "summary": "prices are wrong", "task": {"value": "chat", "because": "a chat app"}}
+    (run / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    assert frame.main(["chat", "run", "--prompt", "hi", "--length", "4", "--json", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["verdict"] == "WEAK" and "WEAK: prices are wrong" in captured.err
+    monkeypatch.setattr(
+        "tunewell.cli.commands.chat.converse", lambda chat, **more: seen.update(more, options=chat.options)
+    )
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    for given, temperature in (([], 0.7), (["--temperature", "0"], 0.0)):
+        assert frame.main(["chat", "run", "--device", "cpu", *given]) == 0
+        assert seen["options"].temperature == temperature and seen["report"].summary == "prices are wrong"

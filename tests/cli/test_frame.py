@@ -41,14 +41,43 @@ def run(code: str, *arguments: str, cwd: Path | None = None, **variables: str) -
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=env)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_the_commands_in_their_order(capsys, arguments):
-    """Whoever types `tunewell` alone wants to know where to begin, and did nothing wrong."""
+@pytest.mark.parametrize("arguments", [["--help", "--all"], ["-h", "--all"]])
+def test_help_describes_all_commands_in_their_order(capsys, arguments):
     assert main(arguments) == 0
     shown = capsys.readouterr()
     listed = re.findall(r"^  (\w+)", shown.out, re.MULTILINE)
     assert listed == [name for name, _ in COMMANDS]
     assert shown.err == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_describes_seven_commands_and_names_all(capsys, tmp_path, monkeypatch, arguments):
+    """Whoever types `tunewell` alone wants to know where to begin: 25 commands in a row say nothing."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.partition("usage")[2].partition("`tunewell` alone")[0].splitlines()[2:]
+    first, others = lines[: lines.index("")], " ".join(lines[lines.index("") :]).strip()
+    assert len(first) == 7 and first[0].startswith("  train ")
+    named = [re.match(r"  (\w+)", line)[1] for line in first] + re.findall(r"(\w+)(?=,|  |$)", others)
+    assert {name for name, _ in COMMANDS} <= set(named)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name, _ in COMMANDS)])
+def test_every_help_fits_a_screen(capsys, tmp_path, monkeypatch, arguments):
+    """80 columns and 40 lines."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+
+
+def test_rare_options_are_folded_and_still_work(capsys):
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--no-supervisor" not in shown and "4 more options: `tunewell train --help --all`" in shown
+    assert main(["train", "--help", "--all"]) == 0
+    assert "--no-supervisor" in capsys.readouterr().out
 
 
 def test_every_command_has_a_summary_and_speaks_json(capsys):
@@ -130,7 +159,8 @@ def test_with_json_an_error_is_an_object_on_stdout_too(capsys, plug):
     plug(body)
     assert main(["test", "--json"]) == 2
     shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"error": {"what": "wrong", "where": "here", "fix": None}}
+    error = {"what": "wrong", "where": "here", "fix": None}
+    assert json.loads(shown.out) == {"format_version": 1, "error": error}
     assert shown.err.startswith("error: wrong\n")
 
 
@@ -199,7 +229,7 @@ def test_text_the_terminal_cannot_show_does_not_end_a_command():
     show = "from tunewell.cli import main, render; main.main = lambda arguments: {}; main.run()"
     for call, wanted in [
         ("render.emit('caf\\xe9 \\U0001f600') or 0", "caf\\xe9 \\U0001f600\n"),
-        ("render.emit(render.json_text({'a': 'caf\\xe9 \\ud800'})) or 0", {"a": "caf\xe9 \ud800"}),
+        ("render.emit(render.json_text({'a': 'caf\\xe9 \\ud800'})) or 0", {"format_version": 1, "a": "caf\xe9 \ud800"}),
     ]:
         done = run(show.format(call), PYTHONIOENCODING="ascii")
         assert done.returncode == 0, done.stderr

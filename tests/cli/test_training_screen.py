@@ -69,7 +69,6 @@ def test_the_panel_at_eighty_columns():
         "speed     2,000 tokens/s   at most 1.2 GiB of memory",
         "rate      8.1e-05          gradient norm 0.83",
         "now       training",
-        "note      2 threads, because 1 was 1.7 times slower",
         "asked     What is the tuition for one year, and is it paid at once?",
         "reply     It is 12,000 dollars\\x1b[31m a year, paid in two parts: one in Septem…",
     ]
@@ -113,10 +112,10 @@ def test_the_panel_speaks_plain_ascii_where_it_must():
     clock = Clock()
     run = RunState(clock)
     play(run, clock, until=57)
-    run(Note("東京 is not in this alphabet"))
+    run(Progress("東京 is not in this alphabet"))
     shown = drawn(run, 80, 24, encoding="ascii")
     assert shown[2].startswith("step      57 of 95         ####")
-    assert "note      \\u6771\\u4eac is not in this alphabet" in shown
+    assert "now       \\u6771\\u4eac is not in this alphabet" in shown
     assert max(map(len, shown)) <= 80
 
 
@@ -353,7 +352,19 @@ def test_the_panel_in_a_real_terminal_leaves_it_clean(until):
     assert out == ("the report\n" if until == 20 else "")
     assert (done.returncode == 3) == (until == 12)
     after = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown[shown.rindex("\x1b[?25h") :])
-    assert after.strip() == ("" if until == 20 else "note: 2 threads, because 1 was 1.7 times slower")
+    assert after.strip() == ""
+    # Above the panel, in full, when it arrives.
+    assert "note: 2 threads, because 1 was 1.7 times slower" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+
+
+def test_the_untrained_reply_is_labelled():
+    """Guards "held-out 2.09, the best so far" and the base model's answer, shown during the whole training."""
+    run = RunState(clock := Clock())
+    play(run, clock, until=57)
+    run(a_look(0, 2.0, samples=[run.sample]))
+    shown = drawn(run, 80, 24)
+    assert any(line.startswith("held-out  2.0000") and "before training" in line for line in shown)
+    assert any(line.startswith("untrained ") for line in shown) and not any("reply" in line for line in shown)
 
 
 def test_lines_of_a_panel_are_texts_without_a_right_edge():

@@ -270,7 +270,7 @@ def test_a_mistake_is_told_with_its_place_and_its_fix(text, said):
         ("trian.seed=1", "unknown key `trian`\n  where: --set trian.seed=1\n  fix:   did you mean `train`?"),
         ("sed=1", "unknown key `sed`\n  where: --set sed=1\n  fix:   did you mean `seed`?"),
         ("seed.x=1", "`seed` has no key `x`"),
-        ("data.sources.share=0.5", "name the entry: `data.sources[0].share`"),
+        ("data.sources.shar=0.5", "unknown key `data.sources[0].shar`"),
         ("data.sources[1].share=0.5", "has 1 entry, counted from 0"),
         ("a b=1", "`a b` is not a key"),
         ("=1", "`` is not a key"),
@@ -281,6 +281,15 @@ def test_a_mistake_is_told_with_its_place_and_its_fix(text, said):
 def test_a_mistake_on_the_command_line_names_the_option(given, said):
     """A mistake in `--set` must not be blamed on the file."""
     assert said in refusal("seed: 1\ndata: {sources: a.jsonl}\n", given)
+
+
+def test_the_only_source_needs_no_number():
+    """`explain` prints `data.sources.gap_hours`, and `--set` with this name was refused."""
+    one = load_config({"data": {"sources": "a.txt"}}, ["data.sources.gap_hours=12"])
+    assert one.config.data.sources[0].gap_hours == 12
+    assert one.origins["data.sources[0].gap_hours"] == "--set data.sources.gap_hours=12"
+    with pytest.raises(UserError, match="is a list"):
+        load_config({"data": {"sources": ["a.txt", "b.txt"]}}, ["data.sources.gap_hours=12"])
 
 
 def test_all_mistakes_of_a_file_are_told_together_in_its_order():

@@ -203,7 +203,7 @@ def test_a_reason_has_numbers_and_something_to_do(name):
     for reason in decide_verdict(facts, RULES).reasons:
         assert reason.what.endswith(".") and (re.search(r"\d", reason.what) or "no base model" in reason.what)
         keys = re.findall(r"`((?:train|method|data|template|evaluate|verdict)\.\w+)", reason.next)
-        assert keys or "`tunewell " in reason.next or "report" in reason.next
+        assert keys or "`tunewell " in reason.next
         assert [key for key in keys if key not in all_keys()] == []
 
 
@@ -302,9 +302,21 @@ def test_an_example_shows_what_was_asked_and_said():
 
 def test_the_next_value_is_named_where_the_present_one_is_known():
     """Guards advice with a number in it."""
-    assert "`train.learning_rate: 0.00033`" in decide_verdict(SICK["forgets"][0], RULES).reasons[0].next
-    unknown = replace(SICK["forgets"][0], learning_rate=None)
-    assert "`train.learning_rate` to a third of its value" in decide_verdict(unknown, RULES).reasons[0].next
+    run = replace(SICK["forgets"][0], new_run="run2", model_path="my run")
+    command = "`tunewell train --config 'my run/config.yaml' --out run2 --set train.learning_rate=0.00033`: "
+    assert decide_verdict(run, RULES).reasons[0].next.startswith(command)
+    assert "`train.learning_rate=0.00033`" in decide_verdict(SICK["forgets"][0], RULES).reasons[0].next  # no run
+    unknown = replace(run, learning_rate=None)
+    assert "a third of the `train.learning_rate`" in decide_verdict(unknown, RULES).reasons[0].next
+
+
+def test_more_training_is_advised_only_while_the_loss_falls():
+    """Guards "train longer" for a model whose held-out loss rises already."""
+    weak = replace(SICK["few right"][0], new_run="run2", epochs=3.0, task="facts")
+    [longer] = decide_verdict(replace(weak, held_out_curve=curve(1.4, 0.9, 0.8)), RULES).reasons
+    assert "--set train.epochs=6`" in longer.next and "`tunewell index FOLDER`" in longer.next
+    [slower] = decide_verdict(replace(weak, held_out_curve=curve(1.4, 0.8, 0.9)), RULES).reasons
+    assert "--set train.learning_rate=0.00033`" in slower.next and "train.epochs" not in slower.next
 
 
 def test_an_unproven_verdict_says_how_many_questions_were_asked_and_would_decide():
@@ -316,9 +328,12 @@ def test_an_unproven_verdict_says_how_many_questions_were_asked_and_would_decide
     assert "`tunewell validate run --set verdict.questions=60`" in reason.next
     assert "The base model alone reaches the minimum: no training was needed" in reason.what
     [file] = decide_verdict(replace(facts, num_held_out=20, test_file="held.jsonl"), RULES).reasons
-    assert file.next == "Use a test file with more rows: `tunewell validate run --data FILE`."
-    [more] = decide_verdict(replace(facts, num_held_out=20, num_rows=4000), RULES).reasons
-    assert "hold out 200 of 4,000 rows (`data.held_out: auto`)" in more.next
+    assert file.next.startswith("Do you have more rows for a test? `tunewell validate run --data FILE`")
+    few = replace(facts, num_held_out=20, num_rows=4000, new_run="run2")
+    [more] = decide_verdict(few, RULES).reasons
+    assert "--set data.held_out=auto`: 200 of 4,000 rows are held out and asked" in more.next
+    [longer] = decide_verdict(replace(few, is_held_out_auto=True, epochs=2.0), RULES).reasons
+    assert "held_out" not in longer.next and "--set train.epochs=4`" in longer.next  # never `auto` on `auto`
 
 
 def test_wordings_of_three_facts_do_not_show_that_the_base_is_better():
@@ -408,9 +423,9 @@ def test_one_more_fault_never_improves_a_verdict(facts, place, fault):
     ("settings", "advice"),
     [
         ({}, "twice the `train.epochs`"),
-        ({"epochs": 1.5}, "`train.epochs: 3`"),
-        ({"epochs": 0.35, "max_steps": 3}, "`train.max_steps: 6`"),
+        ({"epochs": 1.5}, "train.epochs=3"),
+        ({"epochs": 0.35, "max_steps": 3}, "train.max_steps=6"),
     ],
 )
 def test_advice_to_train_longer_names_the_setting_that_limits_the_run(settings, advice):
-    assert Measurements(**settings).longer_training == advice
+    assert Measurements(**settings).longer == advice

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -404,6 +405,7 @@ def test_the_next_command_can_be_pasted(model: Path, tmp_path: Path) -> None:
     where = f"'{tmp_path / 'mit Abstand' / 'ollama'}'"
     run = "ollama create mein-lauf-u-1 -f Modelfile && ollama run mein-lauf-u-1"
     assert done.next_command == f"cd {where} && {run}"
+    assert any("Ollama is not installed here" in note for note in done.notes) != bool(shutil.which("ollama"))
     with pytest.raises(UserError, match="not a valid Ollama model name"):
         exported(model / "adapter", tmp_path / "other", name="a b; rm", **order)
 

@@ -175,6 +175,6 @@ def test_a_toy_command_runs_and_is_listed(monkeypatch: pytest.MonkeyPatch, capsy
     """One line in `COMMANDS` and one file."""
     monkeypatch.setattr(command_line, "COMMANDS", (*command_line.COMMANDS, ("hello", "toy_command")))
     assert command_line.main(["hello", "Ada"]) == 0
-    assert command_line.main(["--help"]) == 0
+    assert command_line.main(["--help", "--all"]) == 0
     printed = capsys.readouterr().out
     assert "hello Ada" in printed and "Print a greeting." in printed

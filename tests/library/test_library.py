@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -13,7 +15,9 @@ from nbclient import NotebookClient
 
 import tunewell
 from corpora import row, rows_file
+from tunewell.cli.screens.run_state import RunState
 from tunewell.core.errors import UserError
+from tunewell.library.progress import NotebookTable
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -58,6 +62,7 @@ def test_train_takes_rows_from_memory_and_returns_a_result_that_shows_itself(bas
     assert repr(result).startswith("TrainResult(run='first', status='finished', steps=4, loss=")
     assert result.validation is not None
     page = result._repr_html_()
+    assert "`" not in page and "tunewell train" not in page, "advice is in Python, and given once"
     assert result.validation.report.verdict in page and "<svg" in page and "trained model" in page
     assert torch.get_num_threads() == num_threads, "a library call must not change the threads of its process"
     model = tunewell.load(result, device="cpu")
@@ -204,3 +209,17 @@ def test_the_example_of_the_readme_runs_in_a_notebook(base: str, tmp_path: Path)
     client.execute(env=environment)
     shown = json.dumps(notebook.cells[0].outputs)
     assert "held-out loss" in shown, "progress is a table in a notebook"
+
+
+def test_the_table_in_a_notebook_has_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook showed neither how far a run is nor how long it takes."""
+    pages: list[str] = []
+    shown = SimpleNamespace(HTML=lambda page: page, display=lambda page, display_id: pages.append(page))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=shown))
+    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    table = NotebookTable()
+    table._run.start = SimpleNamespace(plan=SimpleNamespace(num_steps=SimpleNamespace(value=10)))  # type: ignore[assignment]
+    monkeypatch.setattr(RunState, "seconds_left", lambda _: 90.0)
+    table._run.last = SimpleNamespace(step=4, loss=1.0, tokens=10, seconds=1.0)  # type: ignore[assignment]
+    table.update()
+    assert '<progress value="4" max="10"' in pages[0] and "about 1 m 30 s left" in pages[0]

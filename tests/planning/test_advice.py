@@ -8,7 +8,7 @@ import pytest
 
 from corpora import prepare_in, write_rows
 from tunewell.data.corpus.reader import open_corpus
-from tunewell.planning.advice import advise
+from tunewell.planning.advice import advise, look_up_hint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "college"
 
@@ -32,6 +32,23 @@ def test_facts_that_nothing_repeats_are_retrieved(tmp_path, tiny_model):
     assert advice.choice == "retrieve"
     assert advice.fact_rows == 1.0
     assert advice.options[0].startswith("retrieve")
+
+
+def test_train_says_where_looking_up_is_better(tmp_path, tiny_model):
+    """Only `plan` said it, and nobody is sent there: rows of facts, and texts without questions."""
+    pairs = [(f"Who lives in house {n}?", f"Person{n} Name{n * 7} of street{n}") for n in range(400)]
+    _advice(tmp_path, tiny_model, pairs)
+    hint = look_up_hint(open_corpus(tmp_path / "corpus"))
+    assert hint is not None and "train or look up? the rows are facts" in hint and "`tunewell compare`" in hint
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "page.md").write_text("# Page\n\nThe shop opens at nine.\n\nIt closes at six.\n")
+    result = prepare_in(tmp_path / "texts", tiny_model, tmp_path / "texts" / "page.md", "data.held_out=0")
+    texts = look_up_hint(open_corpus(result.corpus))
+    assert texts is not None and "`tunewell index FOLDER`" in texts
+    labels = [(f"text {n} about topic {n % 4}", f"topic_{n % 4}") for n in range(80)]
+    (tmp_path / "labels").mkdir()
+    _advice(tmp_path / "labels", tiny_model, labels)
+    assert look_up_hint(open_corpus(tmp_path / "labels" / "corpus")) is None
 
 
 def test_answers_made_of_the_question_are_a_manner(tmp_path, tiny_model):

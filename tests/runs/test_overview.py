@@ -32,7 +32,22 @@ def test_an_empty_folder_shows_the_commands_and_how_to_start(folder, capsys):
     (folder / "my chats.csv").write_text("question,answer\n", encoding="utf-8")
     assert main([]) == 0
     shown = capsys.readouterr().out
-    assert "usage: tunewell COMMAND" in shown and "start: `tunewell train 'my chats.csv' --model MODEL`" in shown
+    assert "usage: tunewell COMMAND" in shown and "start: `tunewell train 'my chats.csv'`" in shown
+
+
+def test_only_files_that_are_plainly_rows_are_offered(folder, capsys):
+    """A fresh clone suggested `tunewell train constraints.txt`; a chat and a list of objects are rows."""
+    (folder / "constraints.txt").write_text("torch==2.13\n", encoding="utf-8")
+    (folder / "SECURITY.md").write_text("# Security\n", encoding="utf-8")
+    (folder / "package.json").write_text('{"name": "x"}\n', encoding="utf-8")
+    (folder / "damaged.zip").write_bytes(b"PK")
+    assert main([]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "start: which file has your rows? `tunewell train FILE`" in shown and "constraints" not in shown
+    (folder / "chat.txt").write_text("12/31/23, 9:05 PM - Anna: hello\n", encoding="utf-8")
+    assert read_overview().next_step == "`tunewell train chat.txt`"
+    (folder / "chats.json").write_text('[{"question": "a", "answer": "b"}]', encoding="utf-8")
+    assert "chats.json" in read_overview().next_step and "chat.txt" in read_overview().next_step
 
 
 def test_each_stage_names_the_next_command(folder, capsys):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import save_file
@@ -12,6 +13,7 @@ from checkpoint_states import state_at
 from tunewell.core.errors import UserError
 from tunewell.records.checkpoint import checkpoint_name
 from tunewell.records.plan import write_plan
+from tunewell.records.rundir import Outcome
 from tunewell.runs.resolve import resolve_model
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.workflows.validate import validate
@@ -131,6 +133,18 @@ def test_an_adapter_names_its_base_or_is_told_it(tmp_path: Path) -> None:
         resolve_model(folder)
 
 
+def test_an_adapter_of_a_package_finds_its_base_by_its_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config names the original model for other programs, which is not on this disk."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/original"}))
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    proof = SimpleNamespace(base="package:x", trained_on=None)
+    monkeypatch.setattr("tunewell.runs.resolve._proof_of", lambda _: proof)
+    monkeypatch.setattr("tunewell.inference.model_ref.ModelRef.require_base", lambda _: None)
+    assert resolve_model(tmp_path).base == "package:x"
+    proof.base = "org/original"
+    assert resolve_model(tmp_path).base == "org/original"
+
+
 def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run in this folder") as error:
@@ -142,8 +156,13 @@ def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "young").mkdir()
     write_plan(tmp_path / "young", make_plan())
     (tmp_path / "young" / "config.yaml").write_text("model: somewhere\n")
-    with pytest.raises(UserError, match="no checkpoint yet"):
+    with pytest.raises(UserError, match="no checkpoint yet") as early:
         resolve_model(tmp_path / "young")
+    assert "--resume" in str(early.value.fix)
+    monkeypatch.setattr("tunewell.runs.resolve.find_outcome", lambda _: Outcome.model_construct(status="stopped"))
+    with pytest.raises(UserError, match="no checkpoint yet") as stopped:
+        resolve_model(tmp_path / "young")
+    assert "tunewell diagnose" in str(stopped.value.fix)  # a resumed run would stop again
 
 
 def test_what_is_not_there_is_named_at_once_and_nothing_is_made(tmp_path, monkeypatch):

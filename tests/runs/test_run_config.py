@@ -2,13 +2,17 @@
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tunewell.config.load import LoadedConfig, load_config, to_loaded_config
 from tunewell.core.errors import UserError
 from tunewell.evaluation.metrics import load_metrics
+from tunewell.export.options import ExportOptions
+from tunewell.records.healing import HealingEntry
 from tunewell.runs.config import RunOptions, dump_config, load_for_run, resume_command
+from tunewell.runs.result import advice
 
 
 @pytest.fixture
@@ -142,3 +146,18 @@ def test_metric_functions_are_found_from_the_run_folder(here: Path) -> None:
     saved = load_config(here / "runs of today" / "config.yaml")
     assert saved.config.verdict.metrics == ("../metrics.py:exact",)
     assert list(load_metrics(saved.config.verdict.metrics, base=saved.base)) == ["exact"]
+
+
+def test_a_run_that_diverged_names_one_rate():
+    """Guards three rates for one divergence: its reason names one, so the advice has no second."""
+    rewound = HealingEntry(8, "lr-too-high", "fault", "rewind", "the loss rose", rate_share=0.5)
+    stopped = HealingEntry(9, "lr-too-high", "fault", "stop", "the loss rose")
+    assert any("multiply `train.learning_rate` by 0.5" in line for line in advice([rewound]))
+    assert not any("train.learning_rate" in line for line in advice([rewound, stopped]))
+
+
+def test_the_ollama_name_of_a_run_is_that_of_its_rows():
+    """`ollama run run` names nothing: most runs are in a folder `run`."""
+    loaded = load_config({"data": {"sources": "Kundenfragen 2026.csv"}})
+    ref = SimpleNamespace(kind="run", loaded=loaded, adapter=None, base=None, path=Path("run"))
+    assert ExportOptions(to="ollama").checked().resolved(ref).name == "kundenfragen-2026"

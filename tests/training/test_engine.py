@@ -219,9 +219,17 @@ def test_the_loss_curve_of_a_tiny_run_is_the_one_that_was_recorded(tmp_path: Pat
         (20.0, [100.0] * 4, 4),
         (0.05, [0.05] * 4, 4),
         (90.0, [0.25] * 4, 100),
+        (5.0, [0.25] * 4, 52),
         (0.8, [3.0, 8.0, 0.2, 0.2, 0.2], 52),
     ],
-    ids=["half of the time", "a tenth is allowed", "too short to matter", "not beyond the end", "slow first steps"],
+    ids=[
+        "half of the time",
+        "a tenth is allowed",
+        "too short to matter",
+        "not beyond the end",
+        "one early",
+        "slow first steps",
+    ],
 )
 def test_evaluations_take_a_tenth_of_the_training_time(
     tmp_path: Path, evaluation: float, steps: list[float], every: int
@@ -235,7 +243,7 @@ def test_evaluations_take_a_tenth_of_the_training_time(
     limit_evaluations(run)
     assert run.plan.evaluate_every.value == every
     if every != 4:
-        assert "10% of the training time" in run.plan.evaluate_every.because
+        assert "% of the training time" in run.plan.evaluate_every.because
         assert read_plan(tmp_path).evaluate_every == run.plan.evaluate_every
         assert "evaluated every" in run.listener.notes[-1]
 

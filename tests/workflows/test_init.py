@@ -211,7 +211,7 @@ def test_what_nobody_decided_is_open_in_the_config(folder, tiny_model, capfd):
         assert main([command]) == 2
         error = capfd.readouterr().err
         assert "importing" not in error
-        assert "open point: `data.sources[0].columns`" in error and "tunewell.yaml line 8" in error, error
+        assert "open point: `data.sources[0].columns`" in error and "tunewell.yaml line 10" in error, error
     arguments = ["init", "rows.csv", "--model", str(tiny_model), "--force", "--columns", "question=a1,answer=b1"]
     assert main(arguments) == 0
     assert main(["prepare"]) == 0

@@ -11,6 +11,8 @@ from model_folders import add_to_hub_cache, add_to_ollama
 from corpora import row, write_rows
 from tunewell.cli.main import main
 from tunewell.config.load import load_config
+from tunewell.core.errors import UserError
+from tunewell.core.questions import MenuQuestion
 from tunewell.records.plan import read_plan
 from tunewell.runs.config import RunOptions
 from tunewell.workflows import models as workflow
@@ -118,6 +120,45 @@ def test_init_without_a_model_takes_the_recommended_one(project: Path, capsys: p
     assert main(["init", "rows.jsonl"]) == 0
     said = capsys.readouterr()
     assert "model: ollama:tiny" in Path("tunewell.yaml").read_text() and "ollama:tiny" in said.err
+
+
+def test_train_without_a_model_takes_the_same_one(project: Path, capsys: pytest.CaptureFixture[str]):
+    """`tunewell train FILE` ended in "add `--model MODEL`", where MODEL was a placeholder."""
+    assert main(["train", "rows.jsonl", "--no-supervisor", "--no-validate", "--set", "train.max_steps=1"]) == 0
+    said = capsys.readouterr()
+    assert load_config().config.model == "ollama:tiny" and "model: ollama:tiny: the largest on this disk" in said.err
+    assert main(["train", "rows.jsonl", "--no-supervisor"]) == 2  # the config is there and has these rows
+    assert "already contains a run" in capsys.readouterr().err
+
+
+def test_a_download_is_asked_for_with_its_size(project: Path, monkeypatch: pytest.MonkeyPatch):
+    """Enter takes the recommended model; the smallest one is offered; `none` ends the command."""
+    asked: list[MenuQuestion] = []
+    monkeypatch.setattr(workflow, "hub_problem", lambda: None)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+
+    def answer(number: int) -> str:
+        def ask(question: MenuQuestion) -> str:
+            asked.append(question)
+            return question.options[number][0]
+
+        return workflow.recommend_model("rows.jsonl", ask=ask)[0]
+
+    names = [value for value, _ in (answer(0), asked[0])[1].options]
+    assert names[0] == answer(0) and names[-1] == "none" and "SmolLM2-135M" in names[-2]
+    assert all("to download" in text for _, text in asked[0].options[:-1])
+    assert answer(len(names) - 2) == names[-2]
+    with pytest.raises(UserError, match="no model was chosen"):
+        answer(len(names) - 1)
+
+
+def test_a_folder_that_is_not_there_is_no_model_of_the_hub(project: Path, capsys: pytest.CaptureFixture[str]):
+    """`--model models/qwen` got "did you mean `Qwen/Qwen3-8B`?", which did not fit."""
+    assert main(["init", "rows.jsonl", "--model", "models/qwen"]) == 2
+    assert "Qwen3" not in capsys.readouterr().err
+    Path("models/tiny").mkdir(parents=True)
+    assert main(["init", "rows.jsonl", "--model", "models/qwen"]) == 2
+    assert "`models` has the folders tiny" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_of_ollama_is_trained_and_talked_to(project: Path, capsys: pytest.CaptureFixture[str]):

@@ -155,7 +155,7 @@ def test_apply_writes_a_config_that_fits(project: Path) -> None:
     again = run_command(*line, cwd=project)
     assert again.returncode == 0 and again.stdout.startswith("FITS"), again.stdout
     done = run_command(*line, "--apply", "--json", cwd=project)
-    assert json.loads(done.stdout) == {"fits": True, "changes": {}}
+    assert json.loads(done.stdout) == {"format_version": 1, "fits": True, "changes": {}}
     few = run_command("plan", "--no-measure", "--ram", "0.5", "--apply", "--rung", "1", cwd=project)
     assert "the run still does not fit" in few.stdout, few.stdout
 

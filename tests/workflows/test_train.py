@@ -554,7 +554,7 @@ def test_nothing_to_train_on_is_said_and_leaves_nothing_behind(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no training data") as refused:
         tunewell.train()
-    assert "tunewell init" in str(refused.value.fix) and not list(tmp_path.iterdir())
+    assert "tunewell train FILE" in str(refused.value.fix) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -19,12 +19,13 @@ from contextlib import redirect_stderr
 from dataclasses import replace
 from typing import Any, TextIO, cast
 
-from tunewell.cli.options import typer_function
+from tunewell.cli.options import num_rare, typer_function
 from tunewell.cli.render import RedactedStream, emit, emit_error, folded_table, hanging, json_text
 from tunewell.core.errors import SharedError, UserError, close_names, did_you_mean
 from tunewell.core.features import find_hook, modules, plugin_commands
 from tunewell.core.files import explain_os_error
 from tunewell.core.redact import redact
+from tunewell.core.units import count
 
 _ORDER = (
     "models init inspect prepare plan train sweep runs compare track profile validate export verify push notebook chat "
@@ -36,6 +37,16 @@ COMMANDS = tuple(sorted(_MODULES.items(), key=lambda one: [*_ORDER.split(), one[
 """Each command, in the order of a typical project, and the module with its `command` function."""
 PLUGINS = {name: plugin for name, plugin in plugin_commands().items() if name not in _MODULES}
 """The commands of features of other packages."""
+
+_FIRST = ("train", "chat", "export", "index", "ask", "compare", "doctor")
+_OTHERS = {
+    "your rows": "models init inspect prepare",
+    "runs": "plan validate runs sweep profile track",
+    "share": "verify push serve notebook",
+    "look up": "diagnose explain glossary schema cache",
+}
+_ABOUT = "Fine-tune a language model on your own data, and prove that it worked."
+_HELP_NAMES = ("--help", "-h", "help")
 
 EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
@@ -99,8 +110,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
             if fallback is None:
                 raise
             return fallback(arguments[1:], error)
-    if name in ("--help", "-h", "help"):
-        emit(_help())
+    if name in _HELP_NAMES:
+        emit(_help(shows_all="--all" in arguments))
     elif name == "--version":
         emit(f"tunewell {_version()}")
     else:
@@ -130,21 +141,21 @@ def _overview(*, is_json: bool) -> str:
     return f"{_help()}\n\n{hanging('start: ', found.next_step)}"
 
 
-def _help() -> str:
-    summaries = [(f"  {name}", _summary(name)) for name in (*dict(COMMANDS), *PLUGINS)]
-    return "\n".join(
-        [
-            hanging("", "Fine-tune a language model on your own data, and prove that it worked."),
-            "",
-            "usage: tunewell COMMAND [OPTIONS]",
-            "",
-            folded_table(summaries),
-            "",
-            hanging("", "`tunewell` alone shows where the project in this folder stands."),
-            hanging("", "`tunewell COMMAND --help` shows the options of a command."),
-            "`tunewell --version` shows the version.",
-        ]
-    )
+def _help(*, shows_all: bool = False) -> str:
+    """Return the first commands with a summary and the others by subject, or all with a summary."""
+    left = dict.fromkeys(name for name, _ in COMMANDS if shows_all or name not in _FIRST)
+    first = left if shows_all else [name for name, _ in COMMANDS if name in _FIRST]
+    table = folded_table([(f"  {name}", _summary(name)) for name in (*first, *PLUGINS)])
+    subjects = {subject: [name for name in left if name in names.split()] for subject, names in _OTHERS.items()}
+    subjects["more"] = [name for name in left if not any(name in names for names in subjects.values())]
+    others = [[f"  {subject}", ", ".join(names)] for subject, names in subjects.items() if names]
+    lines = ["usage: tunewell COMMAND [OPTIONS]", "", table, "", *([] if shows_all else [folded_table(others), ""])]
+    ways = [
+        "`tunewell` alone shows where the project in this folder stands.",
+        "`tunewell COMMAND --help` shows the options of a command.",
+        "`tunewell --help --all` describes every command; `tunewell --version` shows the version.",
+    ]
+    return "\n".join([hanging("", _ABOUT), "", *lines, *(hanging("", way) for way in ways)])
 
 
 def _summary(name: str) -> str:
@@ -167,7 +178,13 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     from typer.main import get_command
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name)(typer_function(_function(name)))
+    command, is_folded = _function(name), "--help" in arguments and "--all" not in arguments
+    if "--help" in arguments:
+        arguments = [word for word in arguments if word != "--all"]
+    rare = f"{count(num_rare(command), 'more option')}: `tunewell {name} --help --all`"
+    app.command(name, epilog=rare if is_folded and num_rare(command) else None)(
+        typer_function(command, hides_rare=is_folded)
+    )
     parser = get_command(app)
     # UsageError, which typer exports only as the parent of this class.
     usage_error = typer.BadParameter.__mro__[1]

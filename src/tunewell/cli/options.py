@@ -27,10 +27,12 @@ ModelArgument = Annotated[
 ]
 Checkpoint = Annotated[str, Option("Checkpoint of a run: `best`, `last` or a step.", "STEP")]
 BaseModel = Annotated[str | None, Option("Base model of an adapter, if it is not recorded.", "MODEL")]
-IndexOption = Annotated[str | None, Option("Answer from this index, made by `tunewell index`.", "INDEX")]
+IndexOption = Annotated[str | None, Option("Answer from this index, made by `tunewell index FOLDER`.", "INDEX")]
 Device = Annotated[str, Option("Device: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.", "NAME")]
 RunDevice = Annotated[str | None, Option("Device: `cpu`, `cuda`, `cuda:1` or `mps`.", "NAME")]
-AllowPickle = Annotated[bool, Option("Load `.pt` or `.bin` weights, which can run code. Trusted files only.")]
+AllowPickle = Annotated[
+    bool, Option("Load `.pt` or `.bin` weights, which can run code. Trusted files only.", is_rare=True)
+]
 Offline = Annotated[bool, Option("Use earlier downloads of remote rows, and send no requests.", is_last=True)]
 AsJson = Annotated[bool, Option("Print JSON.", is_last=True)]
 
@@ -68,7 +70,7 @@ class ConfigOptions:
         return shlex.join(["tunewell", "train", *options, *(["--offline"] if self.offline else [])])
 
 
-def typer_function(command: Callable[..., int | None]) -> Callable[..., int | None]:
+def typer_function(command: Callable[..., int | None], *, hides_rare: bool = False) -> Callable[..., int | None]:
     """Return a command as typer reads it: its options as typer's, and the fields of a dataclass as single options."""
     groups: dict[str, Any] = {name: hint for name, hint in _hints(command).items() if is_dataclass(hint)}
 
@@ -79,7 +81,9 @@ def typer_function(command: Callable[..., int | None]) -> Callable[..., int | No
         return command(**values)
 
     declared = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=_for_typer(name, hint))
+        Parameter(
+            name, Parameter.KEYWORD_ONLY, default=default, annotation=_for_typer(name, hint, hides_rare=hides_rare)
+        )
         for name, hint, default in sorted(_declared(command), key=_is_last)
     ]
     run.__doc__ = command.__doc__
@@ -109,14 +113,20 @@ def _declared(command: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
             yield name, hint, False if is_flag else parameter.default
 
 
-def _for_typer(name: str, hint: Any) -> Any:
+def num_rare(command: Callable[..., int | None]) -> int:
+    """Return the number of options that only `--help --all` shows."""
+    hints = (get_args(hint) for _, hint, _ in _declared(command))
+    return sum(isinstance(part, Option) and part.is_rare for parts in hints for part in parts)
+
+
+def _for_typer(name: str, hint: Any, hides_rare: bool) -> Any:
     kind, *parts = get_args(hint) or (hint,)
     option = next((part for part in parts if isinstance(part, Option)), None)
     if option is None:
         return hint
     import typer
 
-    shown = {"help": option.help, "metavar": option.metavar, "hidden": option.hidden}
+    shown = {"help": option.help, "metavar": option.metavar, "hidden": option.hidden or (hides_rare and option.is_rare)}
     if isinstance(option, Argument):
         return Annotated[kind, typer.Argument(show_default=False, **shown)]
     flags = option.flags or (f"--{name.rstrip('_').replace('_', '-')}",)

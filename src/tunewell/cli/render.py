@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count, zip_longest
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
@@ -33,6 +33,8 @@ _WORD = re.compile(
     |[^\s`]|`[^`]*`|`)+""",
     re.VERBOSE,
 )
+JSON_VERSION = 1
+"""Version of the JSON that commands print. It changes if a key is renamed, removed or changes its meaning."""
 _OBEYED = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Control characters beyond ASCII, and marks that change the direction of text."""
 _CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f]|{_OBEYED.pattern}")
@@ -72,8 +74,11 @@ def is_utf8() -> bool:
 def json_text(value: Any, *, has_answer: bool = False) -> AsIs:
     """Return a value as JSON for stdout, without secrets, except in answers of a model.
 
-    Terminal control characters are escaped; without UTF-8, everything but ASCII.
+    An object gets the version of the output, unless it is a record with a version of its own. Terminal control
+    characters are escaped; without UTF-8, everything but ASCII.
     """
+    if isinstance(value, dict) and "$schema" not in value:
+        value = {"format_version": JSON_VERSION, **cast(dict[str, Any], value)}
     text = json.dumps(
         value if has_answer else redact(value), indent=2, ensure_ascii=not is_utf8(), allow_nan=False, default=str
     )

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
@@ -29,6 +30,11 @@ def find_entry(word: str) -> tuple[str, str]:
     close = [by_form[form] for form in difflib.get_close_matches(_form(word), by_form, n=3, cutoff=0.6)]
     fix = did_you_mean(close, "`tunewell glossary` lists every term")
     raise UserError(f"the glossary has no entry `{word}`", fix=fix)
+
+
+def explain_losses(dropped: Mapping[str, int], num_rows: int) -> list[str]:
+    """Return what each reason means that drops more than a third of the rows, with the setting that decides it."""
+    return [f"{reason}: {entries()[reason]}" for reason, number in dropped.items() if number > num_rows / 3]
 
 
 def _form(word: str) -> str:

@@ -162,7 +162,8 @@ class LoadedConfig:
 
     def path(self, text: str) -> Path:
         """Resolve a local path of the config relative to `base`; `~` is the home folder."""
-        return self.base / Path(text).expanduser()
+        path = self.base / Path(text).expanduser()
+        return short_path(path) if ".." in path.parts else path
 
     def seen(self, name: str) -> str:
         """Return the resolved path of a local model; return any other name unchanged."""
@@ -314,7 +315,9 @@ def _find(path: Path | None) -> Path | None:
         raise UserError("the config is a folder", where=str(path), fix=f"name the file: `--config {path / FILE_NAME}`")
     if not path.exists():
         raise UserError(
-            "the config file does not exist", where=str(path), fix="create one with `tunewell init DATA --model MODEL`"
+            "the config file does not exist",
+            where=str(path),
+            fix="create one with `tunewell init FILE`, where FILE has your rows",
         )
     return path
 
@@ -491,6 +494,10 @@ def _expand(draft: _Draft) -> None:
 
 def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
     key_path = resolve_alias(parse_key(key))
+    if key_path[:2] == ("data", "sources") and any(isinstance(step, str) for step in key_path[2:3]):
+        sources = draft.get(("data", "sources"))
+        if isinstance(sources, list) and len(cast(list[object], sources)) == 1:
+            key_path = (*key_path[:2], 0, *key_path[2:])  # there is one source, so it needs no number
     owner = all_keys().get(dotted_name(key_path))
     if owner and owner.is_section and owner.section and len(meanings := _meanings(owner.section, value)) == 1:
         key_path = (*key_path, meanings[0])

@@ -33,6 +33,6 @@ def require_no_open_points(loaded: LoadedConfig) -> None:
     raise UserError(
         f"the config has {count(len(found), 'open point')}: " + "; ".join(f"`{key}`: {what}" for key, what in found),
         where=", ".join(dict.fromkeys(loaded.origin(key) for key, _ in found)),
-        fix="replace `?` there; the comment beside it has the likeliest value. Or run `tunewell init` again in a "
-        "terminal with `--force`: it asks",
+        fix="replace `?` there; the comment beside it has the likeliest value. In a terminal, "
+        "`tunewell init FILE --force` asks for it",
     )

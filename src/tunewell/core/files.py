@@ -52,7 +52,8 @@ def hub_address(path: str, base: Path) -> str:
 def short_path(path: Path) -> Path:
     """Return a path without `..` inside: `model` for `run/../model`, unless a link makes that another place."""
     short = Path(os.path.normpath(path))
-    return short if path.exists() and short.exists() and short.samefile(path) else path
+    known, same = (path, short) if path.exists() else (path.parent, short.parent)
+    return short if known.exists() and same.exists() and same.samefile(known) else path
 
 
 class IrregularFile(UserError, OSError):

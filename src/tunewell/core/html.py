@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterable
 from functools import cache, partial
 from importlib.resources import files
@@ -21,6 +22,7 @@ from tunewell.core.units import count, date, duration, percent, size_bytes
 EMPTY = "(empty)"
 CODE = re.compile("`([^`]*)`")
 """Code in a sentence; `split` returns text and code alternately."""
+_TRAIN_AGAIN = re.compile("`tunewell train --config ([^`]* --out [^`]*)`")
 _MAX_CHARS = 20_000
 """Maximum number of characters of one text, to limit the size of the page."""
 _LONG_CHARS, _LONG_LINES = 500, 8
@@ -53,6 +55,20 @@ def visible(value: object) -> str:
 def single_line(value: object) -> str:
     """Return the result of `visible` on one line, with white space collapsed."""
     return " ".join(visible(value).split())
+
+
+def in_python(text: str) -> str:
+    """Return a sentence with its commands to train again as calls of the library, for a notebook.
+
+    in_python("`tunewell train --config c.yaml --out b --set seed=1`") =
+        "`tunewell.train('c.yaml', out='b', sets=['seed=1'])`"
+    """
+
+    def call(found: re.Match[str]) -> str:
+        words = shlex.split(found[1])
+        return f"`tunewell.train({words[0]!r}, out={words[2]!r}, sets={words[4::2]})`"
+
+    return _TRAIN_AGAIN.sub(call, text)
 
 
 def prose(text: str) -> Markup:
@@ -93,6 +109,7 @@ def page_environment(package: str) -> Environment:
         visible=visible,
         line=single_line,
         prose=prose,
+        in_python=in_python,
         answer_text=_text_or_empty,
         is_long=_is_long,
         count=count,

@@ -20,6 +20,8 @@ class Option:
     hidden: bool = False
     is_last: bool = False
     """Whether the help lists it at the end: an option of many commands."""
+    is_rare: bool = False
+    """Whether only `--help --all` shows it."""
     kind: Any = None
     """The type on the command line, if the library takes others too."""
 

@@ -58,6 +58,10 @@ class Measurements:
     """Path of the corpus, for suggested commands."""
     model_path: str = "run"
     """Path of the model, for suggested commands."""
+    new_run: str | None = None
+    """A folder that does not exist, for a training with other settings; None if the model is not a run."""
+    is_held_out_auto: bool = False
+    """Whether `data.held_out` is `auto`."""
     num_rows: int | None = None
     """Number of training rows and held-out rows in the corpus."""
     test_file: str | None = None
@@ -70,11 +74,31 @@ class Measurements:
         return base if base is not None and math.isfinite(base) else None
 
     @property
-    def longer_training(self) -> str:
+    def longer(self) -> str:
         """The setting for a training of twice the length, for advice."""
         if self.max_steps:
-            return f"`train.max_steps: {2 * self.max_steps}`"
-        return f"`train.epochs: {2 * self.epochs:.3g}`" if self.epochs else "twice the `train.epochs`"
+            return f"train.max_steps={2 * self.max_steps}"
+        return f"train.epochs={2 * self.epochs:.3g}" if self.epochs else "twice the `train.epochs`"
+
+    @property
+    def is_still_falling(self) -> bool:
+        """Whether the last evaluation during training was the best, or the only one."""
+        losses = [loss for _, loss in self.held_out_curve if math.isfinite(loss)]
+        return losses[-1:] == [min(losses, default=0.0)] or not losses
+
+    def rate(self, factor: float) -> str:
+        """Return the setting of another learning rate, for advice. The config allows at most 1."""
+        if self.learning_rate is None:
+            return f"{'a third of' if factor < 1 else 'three times'} the `train.learning_rate`"
+        return f"train.learning_rate={min(1.0, self.learning_rate * factor):.2g}"
+
+    def train_again(self, *settings: str, expected: str) -> str:
+        """Return the command for a new run that differs from this one in some settings, and what it should change."""
+        if self.new_run is None or any("=" not in setting for setting in settings):
+            named = " and ".join(setting if "`" in setting else f"`{setting}`" for setting in settings)
+            return f"Train it again with {named}: {expected}."
+        command = ["tunewell", "train", "--config", f"{self.model_path}/config.yaml", "--out", self.new_run]
+        return f"`{shlex.join([*command, *(part for own in settings for part in ('--set', own))])}`: {expected}."
 
     @property
     def judged(self) -> list[AnsweredQuestion]:
@@ -139,12 +163,3 @@ def quote_answer(question: AnsweredQuestion, *, with_reference: bool = False) ->
     answer = f'"{shorten_line(question.tuned.text)}"' if question.tuned.text.strip() else "(empty)"
     expected = f' (expected: "{shorten_line(question.reference, 60)}")' if with_reference else ""
     return f'question: "{shorten_line(question.question)}", answer: {answer}{expected}'
-
-
-def suggest_rate(measured: Measurements, factor: float) -> str:
-    """Return advice on the learning rate, with a value if the current learning rate is known."""
-    fraction = "a third of" if factor < 1 else "three times"
-    if measured.learning_rate is None:
-        return f"`train.learning_rate` to {fraction} its value"
-    # The config allows at most 1.
-    return f"`train.learning_rate: {min(1.0, measured.learning_rate * factor):.2g}` ({fraction} its value)"

@@ -16,7 +16,6 @@ from tunewell.evaluation.measurements import (
     count_answers,
     quote_answer,
     short_loss,
-    suggest_rate,
 )
 from tunewell.evaluation.tables import read_table
 from tunewell.records.manifest import MIN_TO_JUDGE
@@ -47,8 +46,11 @@ def broken(measured: Measurements) -> Iterator[Reason]:
             what=f"{count(values, 'value')} in {count(len(names), 'tensor')} of the model "
             f"{'is' if values == 1 else 'are'} not finite (NaN or infinite).",
             example=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-            next=f"Try an earlier checkpoint: `tunewell validate {path} --checkpoint STEP`. Or set "
-            f"`train.precision: fp32` and {suggest_rate(measured, 1 / 3)}, and train again.",
+            next=measured.train_again(
+                "train.precision=fp32",
+                measured.rate(1 / 3),
+                expected="finite weights, from smaller steps",
+            ),
         )
     pairs, change = (measured.held_out, *measured.by_source, measured.everyday), measured.change
     bad = [pair.name for pair in pairs if pair is not None and not math.isfinite(pair.tuned)]
@@ -61,8 +63,8 @@ def broken(measured: Measurements) -> Iterator[Reason]:
             what=f"{count(len(bad), 'measurement')} of the tuned model {'is' if len(bad) == 1 else 'are'} not finite "
             "(NaN or infinite).",
             example=", ".join(shorten_line(name) for name in bad[:5]),
-            next=f"Validate on the CPU, in fp32: `tunewell validate {path} --device cpu`. If that does not help, set "
-            f"{suggest_rate(measured, 1 / 3)} and train again.",
+            next=f"`tunewell validate {path} --device cpu` computes in fp32. If that does not help: "
+            + measured.train_again(measured.rate(1 / 3), expected="smaller steps, so that the losses stay finite"),
         )
     if change is not None and change.prompts > 0 and change.largest <= SAME_LOGITS:
         cause = "the adapter is empty or was not applied" if measured.is_adapter else "training changed nothing"
@@ -71,10 +73,8 @@ def broken(measured: Measurements) -> Iterator[Reason]:
             level="FAIL",
             what=f"On {count(change.prompts, 'prompt')} no logit differs from the base model's by more than "
             f"{change.largest:.1g}: {cause}.",
-            next="Check that the adapter was made for this base model and that `method.targets` names its layers."
-            if measured.is_adapter
-            else "Check that this is the folder of the trained model. If it is, set "
-            f"{suggest_rate(measured, 3)} and train again.",
+            next="Was the adapter made for this base model, and does `method.targets` name its layers? "
+            + measured.train_again(measured.rate(3), expected="larger steps, which change the answers"),
         )
 
 
@@ -105,7 +105,12 @@ def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reas
             what=f"{count(number)} of {count(asked, 'answer')} {kind['does']}{others} "
             f"(limit: {percent(rules.max_faults, 0)} faulty).{few}",
             example=quote_answer(found[0]),
-            next=kind["next"].format(inspect=measured.inspect_command, third=suggest_rate(measured, 1 / 3)),
+            next=kind["next"].format(
+                inspect=measured.inspect_command,
+                slower=measured.train_again(measured.rate(1 / 3), expected="fewer faults, from smaller steps"),
+                longer=measured.train_again(measured.longer, expected="fewer faults, from a longer training"),
+                replies=measured.train_again("template.learn_from=responses", expected="questions are not learned"),
+            ),
         )
 
 
@@ -132,7 +137,7 @@ def right_answers(measured: Measurements) -> Iterator[Reason]:
             level="FAIL",
             what=f"None of {count(asked)} {noun} is right.",
             example=example,
-            next=f"Compare the answers with the references in the report. {_train_more(measured)}",
+            next=_train_more(measured),
         )
         return
     score = f"{count(right)} of {count(asked)} {noun} right"
@@ -179,7 +184,17 @@ def _below_minimum(measured: Measurements, score: str, example: str | None) -> I
 
 
 def _train_more(measured: Measurements) -> str:
-    return f"Train longer ({measured.longer_training}), add rows, or start from a larger base model."
+    """Return what may make more answers right, best first: more training where it helps, rows, another model."""
+    falling = "more right answers: the held-out loss was still falling when it ended"
+    if measured.is_still_falling:
+        first = measured.train_again(measured.longer, expected=falling)
+    else:
+        first = measured.train_again(measured.rate(1 / 3), expected="a later best step: the held-out loss rose again")
+    look_up = " Are the answers in documents? `tunewell index FOLDER` looks them up instead."
+    return (
+        f"{first} Rows that say the same in other words help more than repetition. `tunewell models` compares larger "
+        f"base models.{look_up if measured.task == 'facts' else ''}"
+    )
 
 
 def _compared(
@@ -190,7 +205,7 @@ def _compared(
         what = f"Not shown to be better than {what}"
         yield _unproven(measured, what, more=found.more_questions, example=example, code=code)
     elif found.difference < 0:
-        advice = f"Set {suggest_rate(measured, 1 / 3)}, and compare the answers side by side in the report."
+        advice = measured.train_again(measured.rate(1 / 3), expected="answers closer to those of the base model")
         yield Reason(code=code, level="FAIL", what=f"Worse than {what}", example=example, next=advice)
 
 
@@ -214,25 +229,24 @@ def _unproven(
 def _without_base(measured: Measurements) -> Reason:
     command = f"`tunewell validate {shlex.quote(measured.model_path)} --base MODEL`"
     found = _unproven(measured, "Cannot tell: there is no base model to compare with.")
-    return found.model_copy(update={"next": f"Name the base model with `--base`: {command}."})
+    return found.model_copy(update={"next": f"Which model was it trained from? {command} compares with it."})
 
 
 def _ask_more(measured: Measurements, more: int | None) -> str:
     path, asked = shlex.quote(measured.model_path), len(measured.questions)
-    if measured.num_held_out > asked:
+    if asked and measured.num_held_out > asked:
         number = min(measured.num_held_out, asked + more if more else measured.num_held_out)
         data = "" if measured.test_file is None else f" --data {shlex.quote(measured.test_file)}"
-        return f"Ask more of the held-out rows: `tunewell validate {path}{data} --set verdict.questions={number}`."
+        return f"`tunewell validate {path}{data} --set verdict.questions={number}` asks more of the held-out rows."
+    other = f"Do you have more rows for a test? `tunewell validate {path} --data FILE` tests it on them."
     if measured.test_file is not None:
-        return f"Use a test file with more rows: `tunewell validate {path} --data FILE`."
-    now = f"Test it on other questions: `tunewell validate {path} --data FILE`."
-    again = f"`tunewell train --out {shlex.quote(measured.model_path.rstrip('/') + '2')}`"
-    if measured.num_rows and num_auto(measured.num_rows) > asked:
-        number = num_auto(measured.num_rows)
-        return (
-            f"{now} Or hold out {count(number)} of {count(measured.num_rows, 'row')} (`data.held_out: auto`): {again}."
-        )
-    return f"{now} Or train longer ({measured.longer_training}), so that the difference is larger: {again}."
+        return other
+    number = num_auto(measured.num_rows or 0)
+    if number > asked and not measured.is_held_out_auto:
+        rows = f"{count(number)} of {count(measured.num_rows or 0, 'row')} are held out and asked"
+        return f"{measured.train_again('data.held_out=auto', expected=rows)} {other}"
+    longer = measured.train_again(measured.longer, expected="a larger difference, which fewer questions show")
+    return f"{longer} {other}" if asked else f"{other} Rows with other questions are held out for the test too."
 
 
 # Tasks without right answers: the held-out loss decides.
@@ -251,8 +265,8 @@ def held_out_loss(measured: Measurements, rules: VerdictRules) -> Iterator[Reaso
         return
     losses = f"held-out loss {short_loss(base)} -> {short_loss(pair.tuned)} on {count(pair.documents, 'row')}"
     advice = (
-        f"Run {measured.inspect_command} and check that the replies are supervised. If the training loss jumped, set "
-        f"{suggest_rate(measured, 1 / 3)}. If it hardly fell, raise `train.epochs`."
+        measured.train_again(measured.rate(1 / 3), expected="a loss below the base model's, from smaller steps")
+        + f" {measured.inspect_command} shows whether the replies are supervised."
     )
     gain = 1 - pair.tuned / base if base > 0 else 0.0
     if not difference.is_shown:
@@ -267,7 +281,7 @@ def held_out_loss(measured: Measurements, rules: VerdictRules) -> Iterator[Reaso
             level="WEAK",
             what=f"The held-out loss is only {percent(gain)} lower than the base model's ({losses}; minimum: "
             f"{percent(rules.min_gain)}).",
-            next=f"Train longer ({measured.longer_training}) or on more rows.",
+            next=_train_more(measured),
         )
 
 
@@ -283,8 +297,8 @@ def damage(measured: Measurements) -> Iterator[Reason]:
                 code=kinds[found.name]["code"],
                 level="WEAK",
                 what=f"{kinds[found.name]['lead']}: {found.result}.",
-                next=f"Set {suggest_rate(measured, 1 / 3)}, lower `train.epochs`, or mix ordinary conversations into "
-                "`data.sources`: 5% of the rows are often enough.",
+                next=measured.train_again(measured.rate(1 / 3), expected="less forgotten, from smaller steps")
+                + " Ordinary conversations in `data.sources` help too: 5% of the rows are often enough.",
             )
 
 

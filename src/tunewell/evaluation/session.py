@@ -59,6 +59,7 @@ from tunewell.models.attention import stock_attention
 from tunewell.models.support import quiet
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Report, RowCounts
+from tunewell.records.rundir import free_name
 from tunewell.scoring.judge import contains_key
 from tunewell.scoring.structured import count_fields
 from tunewell.training.evaluate import Question, questions_of
@@ -88,7 +89,7 @@ def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[st
 
 
 _LOOK_UP = (
-    "if the answers are facts in documents, the model can look them up instead: run `tunewell index DOCUMENTS`, then "
+    "are the answers facts in documents? Then the model can look them up instead: `tunewell index FOLDER`, then "
     "`tunewell compare {run} --index index` to measure which is better"
 )
 _NUM_COMPARED = 8
@@ -438,6 +439,9 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}
         found["max_steps"] = ref.plan.config.get("train", {}).get("max_steps")
+        if ref.path is not None and ref.kind == "run":
+            found["new_run"] = free_name(ref.path)
+        found["is_held_out_auto"] = ref.plan.config.get("data", {}).get("held_out", "auto") == "auto"
         found["corpus"] = str(short_path(Path(ref.corpus or ref.plan.corpus)))
     if counts is not None:
         found["num_rows"] = counts.documents + counts.held_out

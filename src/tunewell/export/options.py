@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, get_args
 
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
@@ -46,7 +46,7 @@ class ExportOptions(WeightsOptions):
     )
     checkpoint: Annotated[str | int, Option("`best` by held-out loss, `last`, or a step.", kind=str)] = "best"
     base: Annotated[str | Path | None, Option("The base model, if the adapter does not name it.", kind=str)] = None
-    name: Annotated[str | None, Option("Name of the model in Ollama. Default: the run's name.")] = None
+    name: Annotated[str | None, Option("Name of the model in Ollama. Default: that of the rows.")] = None
     sets: Sequence[str] | str = ()
     """Config values, as `KEY=VALUE`."""
     creates: bool = True
@@ -92,10 +92,16 @@ class ExportOptions(WeightsOptions):
             self,
             to=to,
             out=out,
-            name=self.name or ollama_name((ref.path or out).resolve().name),
+            name=self.name or ollama_name(_usual_name(ref) or (ref.path or out).resolve().name),
             gguf=list(dict.fromkeys(self.gguf or settings.gguf)),
             precision=self.precision or settings.precision,
         )
+
+
+def _usual_name(ref: "ModelRef") -> str:
+    """Return the name of the rows of a run, because many runs are in a folder named `run`; otherwise an empty text."""
+    sources = ref.loaded.config.data.sources if ref.kind == "run" else ()
+    return PurePath(sources[0].path.partition("#")[0]).stem if sources else ""
 
 
 def is_ollama_name(name: str) -> bool:

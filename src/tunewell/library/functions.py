@@ -162,13 +162,12 @@ def train(
     `allow_changes` lists the settings that may have changed since the first start, with `resume`. Raises UserError
     before the first step for problems that the caller can fix. After the first step, checkpoints stay on disk.
     """
-    from tunewell.workflows.train import run_training
-
     fixed = [*as_sets(run=text_of(out)), *index_sets(text_of(index)), *all_sets(sets, settings)]
     loaded = load_for_run(config, fixed, is_resuming=resume, model=text_of(model), data=data_paths(data))
     changes = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     options = RunOptions(is_resuming=resume, allowed_changes=changes, allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:
+        from tunewell.workflows.train import run_training
 
         def listen(event: Event) -> None:
             show(event)

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,10 @@ def shown(progress: Show, *, is_training: bool = False) -> Iterator[Listener]:
     torch = sys.modules.get("torch")
     num_threads = torch.get_num_threads() if torch is not None else 0
     try:
-        yield from _listeners(progress, is_training=is_training)
+        with warnings.catch_warnings():
+            # tqdm warns in every notebook without ipywidgets, and none of its bars is shown.
+            warnings.filterwarnings("ignore", message="IProgress not found")
+            yield from _listeners(progress, is_training=is_training)
     finally:
         if torch is not None:
             torch.set_num_threads(num_threads)
@@ -92,6 +96,7 @@ class NotebookTable:
                 stage="" if is_final else stage,
                 last=run.last,
                 num_steps=run.num_steps,
+                left=run.seconds_left() if run.last else None,
                 rows=self._rows[-_MAX_TABLE_ROWS:],
             )
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tunewell.core.errors import UserError, did_you_mean
+from tunewell.core.errors import UserError, close_names, did_you_mean
 from tunewell.core.files import read_text
 from tunewell.model_files.catalogue import close_models, find_in_catalogue
 from tunewell.model_files.ollama import PREFIX as OLLAMA
@@ -35,6 +35,7 @@ WEIGHT_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".safetensors"})
 # A tokenizer.json with a vocabulary of 256,000 tokens takes about 35 MB.
 _MAX_JSON_BYTES = 512 << 20
 _REACH_SECONDS = 5
+_SHOWN_FOLDERS = 8
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
@@ -111,7 +112,13 @@ def _suggestion(name: str) -> str:
     if find_in_catalogue(name) or any(mark in name for mark in "\\:") or name.startswith((".", "/", "~")):
         return ""
     own = tuple(OLLAMA + model.name for model in list_ollama() if not model.problem)
-    guesses = did_you_mean(close_models(name, own), "")
+    owner = name.rpartition("/")[0].casefold()
+    if owner and Path(owner).is_dir():
+        folders = sorted(path.name for path in Path(owner).iterdir() if path.is_dir())[:_SHOWN_FOLDERS]
+        return f"`{owner}` has the folders {', '.join(folders) or 'none'}; `tunewell models` lists models that fit"
+    # A folder that is not there, like `models/qwen`, stands for no model of the hub.
+    close = [one for one in close_models(name, own) if not owner or close_names(owner, [one.partition("/")[0].lower()])]
+    guesses = did_you_mean(close, "")
     return f"{guesses} `tunewell models` lists others" if guesses else ""
 
 

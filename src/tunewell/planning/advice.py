@@ -79,6 +79,19 @@ def advise(corpus: Corpus) -> Advice:
     )
 
 
+def look_up_hint(corpus: Corpus) -> str | None:
+    """Return a sentence for rows whose answers are better looked up than learned, or None."""
+    if all(source.formats.keys() == {"text"} for source in corpus.manifest.sources):
+        return (
+            "texts without questions teach a style, and hardly any facts: `tunewell index FOLDER` makes documents "
+            "searchable, and `tunewell ask QUESTION` answers from them"
+        )
+    advice = advise(corpus)
+    if advice.choice not in ("retrieve", "compare"):
+        return None
+    return f"train or look up? {advice.because}; `tunewell index FOLDER`, then `tunewell compare` measures both"
+
+
 def _decide(num_rows: int, rows_per_answer: float, fact_rows: float, fact_words: float) -> tuple[Choice, str]:
     facts = f"{percent(fact_rows, 0)} of the answers contain words that no question and no other answer has"
     if rows_per_answer >= _FIXED_ROWS:
@@ -97,7 +110,7 @@ _OPTIONS: dict[Choice, list[str]] = {
     "train": ["train here: `tunewell train`", "train on Colab: `tunewell notebook`"],
     "compare": [
         "train, then test on reworded questions: `tunewell train`",
-        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask`",
+        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask QUESTION`",
         "do both, and measure which is better: `tunewell compare`",
     ],
     "more rows": [
@@ -106,7 +119,7 @@ _OPTIONS: dict[Choice, list[str]] = {
         "put a few rows into the prompt as examples instead",
     ],
     "retrieve": [
-        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask`; `tunewell compare` measures it",
+        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask QUESTION`; `tunewell compare` measures it",
         "train on several wordings of each fact: one is rarely remembered",
         "train anyway: the verdict on the held-out rows shows whether it helped",
     ],

@@ -144,7 +144,9 @@ template:
   learn_from: responses   # only replies and their end marker are supervised, not questions
 """
     return f"""\
+# yaml-language-server: $schema=tunewell.schema.json
 # Written by `tunewell init`. Every key: `tunewell explain`; one: `tunewell explain packing.context_length`.
+# The first line makes an editor check the keys, after `tunewell schema > tunewell.schema.json`.
 
 model: {_scalar(model)}   # {facts.architecture or "unknown architecture"}{size}
 

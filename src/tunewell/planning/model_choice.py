@@ -16,7 +16,7 @@ from tunewell.core.units import count, size_bytes
 from tunewell.data.corpus.held_out import num_auto
 from tunewell.data.row_statistics import LANGUAGES, RowStatistics
 from tunewell.machine.machine import Machine
-from tunewell.model_files.catalogue import CatalogueModel, find_entry_of
+from tunewell.model_files.catalogue import CatalogueModel, catalogue, find_entry_of
 from tunewell.model_files.shape import ModelShape
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.fit import smaller_micro_batch
@@ -196,37 +196,57 @@ def _problem(needs: ModelNeeds, rows: RowStatistics, free_disk: int | None) -> s
 def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) -> tuple[ModelNeeds, str] | None:
     """Return the recommended model and the reason; None if no model suits. `needs` are in the catalogue's order.
 
-    It is the first model of the catalogue that suits the rows, fits with a margin, and trains in half an hour, or
-    longer with many rows. Models that need a login are considered only if they are on this disk. The same holds for
-    all models if the hub cannot be reached. If no model is left, it is the largest other model on this disk, one that
-    is not known to lack the language of the rows if there is one.
+    It is the strongest known model on this disk that suits the rows, fits with a margin, and trains in half an hour,
+    or longer with many rows. Without one, it is the strongest such model of the catalogue that can be fetched without
+    a login; without one, the largest other model on this disk that is not known to lack the language of the rows.
     """
     suiting = [own for own in needs if not own.problem and own.method == "lora"]
-    kind = "base" if rows.is_plain_text else "chat"
-    candidates = listed = [
-        own
-        for own in suiting
-        if (model := own.model) is not None
-        and (model.kind, model.purpose) == (kind, "general")
-        and (own.where or (is_online and not model.is_gated))
-    ]
-    if not listed:
-        others = [own for own in suiting if own.model is None]
-        knowing = [own for own in others if not _lacks_language(own, rows)]
-        candidates = sorted(knowing or others, key=lambda own: -own.num_parameters)
+    order = {entry.name: number for number, entry in enumerate(catalogue())}
+    here = [(entry, own) for own in suiting if own.where and (entry := _suitable_entry(own, rows))]
+    known = [own for _, own in sorted(here, key=lambda pair: order[pair[0].name])]
+    fetched = [own for own in suiting if not own.where and is_online and _can_be_fetched(own, rows)]
+    groups = [(known, "strongest on this disk"), (fetched, "strongest of the list")]
+    if not known and not fetched:
+        others = sorted((own for own in suiting if own.model is None), key=lambda own: -own.num_parameters)
+        groups = [
+            ([own for own in others if not _lacks_language(own, rows)], "largest on this disk"),
+            (others, "largest on this disk"),
+        ]
+    patience = min(max(_PATIENCE_SECONDS[0], float(rows.num_rows)), _PATIENCE_SECONDS[1])
+    goal = f"{patience / 60:.0f} minutes here" if patience < 7200 else f"{patience / 3600:.1f} hours here"
+    for candidates, which in groups:
+        if quick := [own for own in _certain(candidates) if (own.seconds or 0.0) <= patience]:
+            first = f"the {which} that fits and trains in {goal}"
+            return quick[0], _reason(quick[0], rows, first, is_online=is_online)
+    candidates = _certain([own for candidates, _ in groups for own in candidates])
     if not candidates:
         return None
-    certain = [own for own in candidates if own.safe_bytes <= (_memory(own).free_bytes or math.inf)] or candidates
-    patience = min(max(_PATIENCE_SECONDS[0], float(rows.num_rows)), _PATIENCE_SECONDS[1])
-    quick = [own for own in certain if (own.seconds or 0.0) <= patience]
-    best = quick[0] if quick else min(certain, key=lambda own: own.seconds or 0.0)
-    which = ("strongest" if listed else "largest") if quick else "fastest"
-    where = (
-        "of the list" if listed else "on this disk; no model in the list is suitable" if is_online else "on this disk"
-    )
-    goal = f"{patience / 60:.0f} minutes here" if patience < 7200 else f"{patience / 3600:.1f} hours here"
-    first = f"the {which} {where}" + (f" that fits and trains in {goal}" if quick else f", as none trains in {goal}")
-    return best, _reason(best, rows, first, is_online=is_online)
+    best = min(candidates, key=lambda own: own.seconds or 0.0)
+    return best, _reason(best, rows, f"the fastest that fits, as none trains in {goal}", is_online=is_online)
+
+
+def _certain(candidates: list[ModelNeeds]) -> list[ModelNeeds]:
+    """Return the models that fit with a margin, or all if none does."""
+    return [own for own in candidates if own.safe_bytes <= (_memory(own).free_bytes or math.inf)] or candidates
+
+
+def _suitable_entry(own: ModelNeeds, rows: RowStatistics) -> CatalogueModel | None:
+    """Return the entry of a model that is known, by its id or its file name, to suit such rows; otherwise None."""
+    entry = own.model or find_entry_of(f"{own.name} {own.file_name}")
+    kind = "base" if rows.is_plain_text else "chat"
+    if entry is None or (entry.kind, entry.purpose) != (kind, "general") or rows.longest > entry.context:
+        return None
+    return entry if rows.language is None or rows.language in entry.languages else None
+
+
+def _can_be_fetched(own: ModelNeeds, rows: RowStatistics) -> bool:
+    return own.model is not None and not own.model.is_gated and _suitable_entry(own, rows) is not None
+
+
+def smallest_to_fetch(needs: list[ModelNeeds], rows: RowStatistics) -> ModelNeeds | None:
+    """Return the smallest model of the catalogue that suits the rows and can be fetched, or None."""
+    suiting = [own for own in needs if not own.problem and own.download_bytes and _can_be_fetched(own, rows)]
+    return min(suiting, key=lambda own: own.download_bytes, default=None)
 
 
 def _memory(needs: ModelNeeds) -> MemoryPrediction:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
+from tunewell.config.glossary import explain_losses
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.units import count, percent
@@ -277,6 +278,7 @@ class Manifest(Record):
             reasons = ", ".join(f"{count(number)} {reason}" for reason, number in self.dropped.items())
             total = f"{count(sum(self.dropped.values()))} of {count(self.rows_in, 'row')}"
             found.append(f"{total} dropped: {reasons}; listed in `dropped.jsonl` of the corpus")
+            found += explain_losses(self.dropped, self.rows_in)
         if number := self.notes.get("unknown_tokens"):
             found.append(f"{count(number, 'unknown token')}: {self.unknown_remark}")
         near = self.near_duplicates

@@ -2,13 +2,23 @@
 
 import os
 import re
+import shlex
 import traceback
 from contextlib import suppress
+from itertools import count as count_from
 from pathlib import Path
 from typing import Literal
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, make_private, require_output_path, stable_json, write_atomic, write_synced
+from tunewell.core.files import (
+    FolderLock,
+    make_private,
+    require_output_path,
+    running_owner,
+    stable_json,
+    write_atomic,
+    write_synced,
+)
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.records.base import Record, read_record
@@ -73,6 +83,12 @@ class RunDir:
         """Lock the folder of a run to resume it; raise UserError if it contains no run or is in use."""
         cls.require_run(path)
         return cls._hold(path)
+
+    @staticmethod
+    def require_new(path: Path, corpus: Path) -> None:
+        """Raise UserError if the folder has a run or other files. Nothing is created."""
+        if path.is_dir() and not running_owner(path / LOCK)[1]:
+            _require_empty(path, _NOT_OURS | _parts_within(path, corpus))
 
     @staticmethod
     def require_run(path: Path) -> None:
@@ -140,6 +156,12 @@ class RunDir:
                 self.path.rmdir()
 
 
+def free_name(run: Path) -> str:
+    """Return a name beside a run that nothing has: `run2`, `run3`."""
+    plain = re.sub(r"(?<=[A-Za-z])\d$", "", str(run).rstrip("/\\"))
+    return next(name for number in count_from(2) if not Path(name := f"{plain}{number}").exists())
+
+
 def _parts_within(path: Path, corpus: Path | None) -> frozenset[str]:
     """Return the names that `prepare` creates in the run folder if the corpus is inside it, else an empty set."""
     run, target = path.absolute(), (corpus or path).absolute()
@@ -156,7 +178,7 @@ def _require_empty(path: Path, known: frozenset[str]) -> None:
     raise UserError(
         f"`{path}` already contains a run" if has_run else f"the folder `{path}` is not empty",
         where=", ".join(names[:5]) + more,
-        fix="resume the run with `--resume`, or choose another folder with `--out`"
+        fix=f"start another run with `--out {shlex.quote(free_name(path))}`, or resume this one with `--resume`"
         if has_run
         else "choose another folder with `--out` (the folder contains no run that `--resume` could continue)",
     )

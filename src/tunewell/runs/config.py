@@ -141,7 +141,7 @@ def exit_code_of(status: Status, code: int, *, is_strict: bool) -> int:
 def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
     """Raise UserError if the config has no data or no model."""
     config = loaded.config
-    fix = "run `tunewell init DATA --model MODEL` first, or add `--data` and `--model` to the command"
+    fix = "`tunewell train FILE` trains on the rows of a file and chooses a model; in Python, set `data` and `model`"
     if is_resuming and config.model is None:
         RunDir.require_run(loaded.path(config.run))
         fix = REPEAT_FIRST_COMMAND
@@ -157,8 +157,11 @@ def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
 def require_inputs(loaded: LoadedConfig, *, is_resuming: bool) -> None:
     """Raise UserError for missing data, rows or a missing model. This needs no torch, so nobody waits for the error."""
     require_training_data(loaded, is_resuming=is_resuming)
-    if not is_resuming and (missing := missing_rows(loaded)):
-        raise missing
+    if not is_resuming:
+        if not is_launched():  # another process may have begun the run already
+            RunDir.require_new(loaded.path(loaded.config.run), loaded.path(loaded.config.corpus))
+        if missing := missing_rows(loaded):
+            raise missing
     model = loaded.config.model
     if model is not None and not is_preset(model) and not loaded.path(model).exists():
         locate(loaded.seen(model))

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,17 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
 from tunewell.core.units import count
 from tunewell.data.sources.base import detect_format
+from tunewell.data.sources.blocks import is_plainly_rows
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.parity import PROOF, read_proof
 from tunewell.records.plan import PLAN, read_plan
 from tunewell.records.report import REPORT, read_report
-from tunewell.records.rundir import RUN_CONFIG, find_outcome
+from tunewell.records.rundir import RUN_CONFIG, find_outcome, free_name
 from tunewell.runs.state import StoredRun
 
 _SHOWN_FILES = 3
 _DECIDE = f"replace `?` in `{FILE_NAME}`, then `tunewell train`"
-_START = "tunewell train DATA --model MODEL"
-_NOT_ROWS = ("readme", "license", "licence", "changelog", "requirements")
+_START = "which file has your rows? `tunewell train FILE` reads CSV, Excel, JSONL, exported chats and folders of texts"
 
 
 @dataclass
@@ -92,9 +91,8 @@ class Overview:
             return
         self.entries.append(("note", f"`{file}` was changed after the start of this run"))
         if run.outcome.get("status", "interrupted") != "interrupted":
-            names = (f"{loaded.config.run}{number if number > 1 else ''}" for number in count_from(1))
-            free = next(own for own in names if not loaded.path(own).exists())
-            new = "" if free == loaded.config.run else f" --out {shlex.quote(free)}"
+            path = loaded.path(loaded.config.run)
+            new = f" --out {shlex.quote(free_name(path))}" if path.exists() else ""
             is_open = any(True for _ in open_points(loaded))
             self.next_step = _DECIDE if is_open else f"`tunewell train{new}` with the changed config"
 
@@ -131,8 +129,8 @@ def read_overview(folder: Path | None = None) -> Overview:
         found.note_changed_config(run)
     if not found.entries:
         files = [shlex.quote(name) for name in _row_files(base)]
-        named = f" (rows here: {', '.join(files[:_SHOWN_FILES])})" if files else ""
-        found.next_step = f"`{_START.replace('DATA', files[0]) if files else _START}`{named}"
+        named = f" (rows here: {', '.join(files[:_SHOWN_FILES])})" if files[1:] else ""
+        found.next_step = f"`tunewell train {files[0]}`{named}" if files else _START
     return found
 
 
@@ -177,10 +175,10 @@ def _has_options(config: Path) -> bool:
 
 
 def _row_files(base: Path) -> list[str]:
-    """Return the names of files in a folder that may be rows, the newest first."""
+    """Return the names of files in a folder that are plainly rows, the newest first."""
     known = [
         file
-        for file in base.iterdir()
-        if file.is_file() and detect_format(file.name)[0] and not file.name.casefold().startswith((".", *_NOT_ROWS))
+        for file in base.glob("[!.]*")
+        if file.is_file() and detect_format(file.name)[0] and is_plainly_rows(file.absolute())
     ]
     return [file.name for file in sorted(known, key=lambda file: -file.stat().st_mtime)]

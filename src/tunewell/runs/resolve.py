@@ -26,7 +26,7 @@ from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.parity import PROOF, Proof, read_proof
 from tunewell.records.plan import PLAN, Plan, read_plan
-from tunewell.records.rundir import RUN_CONFIG
+from tunewell.records.rundir import RUN_CONFIG, find_outcome
 from tunewell.training.find_checkpoints import OPTIMIZER, Saved, find_best, find_newest
 
 _CHECKPOINTS = "checkpoints"
@@ -74,10 +74,16 @@ def resolve_model(
     return ModelRef(name, "model", path if is_path else None, model, None, base, loaded)
 
 
-def _current_run() -> Path:
+def find_current_run() -> Path | None:
+    """Return the run that the config in this folder names, or None if there is none yet."""
     loaded = load_config()
     run = loaded.path(loaded.config.run)
-    if not (run / PLAN).is_file():
+    return run if (run / PLAN).is_file() else None
+
+
+def _current_run() -> Path:
+    if (run := find_current_run()) is None:
+        loaded = load_config()
         where = f"`{FILE_NAME}` names the run `{loaded.config.run}`" if loaded.file else f"there is no `{FILE_NAME}`"
         raise UserError(
             "there is no run in this folder", where=where, fix="name a run or a model, or run `tunewell train`"
@@ -136,11 +142,10 @@ def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], No
         return best, "the best by held-out loss"
     newest = find_newest(folder, on_trouble=on_trouble, unread=_is_unread)
     if newest is None:
-        raise UserError(
-            "the run has no checkpoint yet",
-            where=str(folder),
-            fix=f"resume it with `tunewell train --resume --out {shlex.quote(str(folder.parent))}`",
-        )
+        run, outcome = shlex.quote(str(folder.parent)), find_outcome(folder.parent)
+        is_stopped = outcome is not None and outcome.status == "stopped"  # it would stop again
+        fix = f"`tunewell diagnose {run}`" if is_stopped else f"resume it with `tunewell train --resume --out {run}`"
+        raise UserError("the run has no checkpoint yet", where=str(folder), fix=fix)
     if wanted == "last":
         return newest, "the newest"
     match newest.manifest.progress.get("best_step"):
@@ -186,7 +191,10 @@ def _resolve_adapter(folder: Path, base: str | None, template: str | None, sets:
             f"the adapter in `{folder}` has no `{ADAPTER_WEIGHTS}`",
             fix="an old adapter in pickle format: load it with PEFT and save it again",
         )
+    proof = _proof_of(folder)
     saved_base = read_adapter_config(folder).get("base_model_name_or_path")
+    if proof is not None and (proof.base or "").startswith("package:"):
+        saved_base = proof.base  # the config names the original, for other programs
     base_model = base or saved_base
     if not isinstance(base_model, str) or not base_model:
         raise UserError(f"the adapter in `{folder}` does not name its base model", fix="add `--base MODEL`")
@@ -196,7 +204,7 @@ def _resolve_adapter(folder: Path, base: str | None, template: str | None, sets:
     loaded = _model_config(base_model, template, sets, tokenizer=str(folder) if has_tokenizer else None)
     added = _added_tokens(folder, base_model) if has_tokenizer else ()
     ref = ModelRef(folder.resolve().name, "adapter", folder, base_model, folder, base_model, loaded, added_tokens=added)
-    if (proof := _proof_of(folder)) is not None:
+    if proof is not None:
         ref = replace(ref, trained_on=proof.trained_on)
         ref.require_base()
     return ref

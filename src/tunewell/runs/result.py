@@ -282,7 +282,11 @@ def _cost(entries: Sequence[HealingEntry]) -> str:
 def advice(entries: Sequence[HealingEntry]) -> list[str]:
     """Return the settings to change so that the next run does not have the same problems."""
     found: list[str] = []
+    # A run that stopped because it diverged names one rate as its reason; a second one would contradict it.
+    has_rate = any(entry.name == "lr-too-high" and entry.action == "stop" for entry in entries)
     for name, text in _REMEDIES.items():
+        if name == "rate_share" and has_rate:
+            continue
         if values := [value for entry in entries if (value := getattr(entry, name))]:
             found.append(text.format(values[-1]))
     if rows := [row for entry in entries if entry.documents for row in entry.numbers.get("rows", [])]:

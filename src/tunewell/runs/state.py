@@ -18,7 +18,7 @@ from tunewell.core.files import Owner, open_file, read_bytes, running_owner
 from tunewell.records.events import parse_object, plain, with_numbers
 from tunewell.records.plan import PLAN
 from tunewell.records.report import REPORT
-from tunewell.records.rundir import CRASH, LOCK, OUTCOME, PULSE
+from tunewell.records.rundir import CRASH, LOCK, OUTCOME, PULSE, RUN_CONFIG
 
 EVENTS = "events.jsonl"
 _TAIL_BYTES, _ALL_BYTES = 8192, 1 << 22
@@ -175,7 +175,8 @@ def find_runs(folder: Path) -> Iterator[Path]:
     """Yield the run folders in a folder, down to four levels. A folder that cannot be read is skipped."""
     for here, folders, files in os.walk(folder):
         names, path = {*folders, *files}, Path(here)
-        if PLAN in names or (EVENTS in names and LOCK in names):
+        # `tunewell plan --json > plan.json` in a project folder is no run.
+        if (PLAN in names and names & {EVENTS, RUN_CONFIG}) or (EVENTS in names and LOCK in names):
             yield path
             folders.clear()
         elif len(path.relative_to(folder).parts) >= _MAX_DEPTH:

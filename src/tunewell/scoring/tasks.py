@@ -29,6 +29,7 @@ from tunewell.config.extensions import SCORERS
 from tunewell.core.text import fold, split_words
 from tunewell.core.units import count, percent
 from tunewell.data.rows.functions import load_row_function
+from tunewell.data.sources.exports.turns import CHAT_FORMATS
 from tunewell.records.plan import Chosen
 from tunewell.scoring.answer_keys import answer_keys
 from tunewell.scoring.answer_values import find_values
@@ -47,7 +48,6 @@ _WORDS_OF_LABEL = 4.0
 _MIN_PER_LABEL, _SURELY_LABELS = 3.0, 10.0
 """Rows per different reply: below the first, replies are not labels; from the second on, they are."""
 _SAMPLE = 400
-_CHAT_FORMATS = frozenset({"whatsapp", "telegram", "signal", "discord", "slack"})
 _SQL = re.compile(
     r"\s*(?:select\b.+\bfrom|insert\s+into|update\b.+\bset|delete\s+from|with\b.+\bselect|(?:create|alter|drop)\s+\w+)\b",
     re.IGNORECASE | re.DOTALL,
@@ -120,7 +120,7 @@ def find_task(
 
 def is_chat_export(formats: AbstractSet[str]) -> bool:
     """Return True if rows come from chat apps only, by the names of their formats."""
-    return bool(formats) and formats <= _CHAT_FORMATS
+    return bool(formats) and formats <= CHAT_FORMATS
 
 
 def make_scorer(

@@ -25,6 +25,8 @@ _MIN_JUDGED = 2
 """Minimum number of degenerate sample answers of a broken model."""
 _MIN_READ = 8
 """Number of held-out documents that are searched for questions, even if fewer are needed."""
+_SHORT_RUN_SHARE = 0.25
+"""Largest cost of one evaluation, as a share of the training time, at which a short run has one before its end."""
 _EVALUATION_SHARE = 0.1
 _SAVE_SECONDS = 300.0
 _MIN_EVALUATION_SECONDS = 2.0
@@ -66,14 +68,17 @@ def limit_evaluations(run: Run) -> None:
     step_seconds = statistics.median(run.step_seconds)
     training = seconds["train"] + (plan.num_steps.value - run.progress.step) * step_seconds
     # One evaluation was at step 0.
-    possible = max(1, int(_EVALUATION_SHARE * training / seconds["look"]) - 1)
+    # A short run would show nothing before its end, so its two evaluations may take more.
+    fewest = 2 if seconds["look"] <= _SHORT_RUN_SHARE * training else 1
+    possible = max(fewest, int(_EVALUATION_SHARE * training / seconds["look"]) - 1)
     is_costly = seconds["look"] * planned > _MIN_EVALUATION_SECONDS
     factor = run.learner.world.max(math.ceil(planned / possible) if is_costly else 1)
     if factor == 1:
         return
+    share = max(_EVALUATION_SHARE, seconds["look"] * (possible + 1) / training)
     because = (
         f"an evaluation takes {seconds['look']:.1f} s and a step {step_seconds:.2f} s, so evaluating takes "
-        f"at most {_EVALUATION_SHARE:.0%} of the training time"
+        f"at most {share:.0%} of the training time"
     )
     every = min(every * factor, plan.num_steps.value)
     changes = {"evaluate_every": Chosen[int](value=every, because=because)}

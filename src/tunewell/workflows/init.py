@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -124,16 +124,20 @@ def _settings(rows: RowsRecord, num_parameters: int | None, given: Config, recip
 def init_to_train(
     data: str,
     *,
-    model: str | None,
+    model: str | Callable[[], str],
     sets: Sequence[str] = (),
     ask: Asker | None = None,
     progress: ProgressListener = silent,
 ) -> InitResult | None:
-    """Write `tunewell.yaml` for `tunewell train DATA`. Return None if the one that is there has this data and model."""
-    command = shlex.join(["tunewell", "init", data, "--model", model or "MODEL", *as_options(sets)])
+    """Write `tunewell.yaml` for `tunewell train DATA`. Return None if the one that is there has this data and model.
+
+    `model` is its name, or a function that chooses one if it is needed.
+    """
+    named = None if callable(model) else model
+    command = shlex.join(["tunewell", "init", data, *(["--model", named] if named else []), *as_options(sets)])
     if Path(FILE_NAME).exists():
         known = load_config().config
-        if _is_for(known, data) and model in (None, known.model):
+        if _is_for(known, data) and named in (None, known.model):
             return None
         paths = ", ".join(f"`{own.path}`" for own in known.data.sources) or "no rows"
         raise UserError(
@@ -141,9 +145,7 @@ def init_to_train(
             where=f"it names {paths} and the model `{known.model}`",
             fix=f"`tunewell train` uses it as it is; `{command} --force` replaces it",
         )
-    if model is None:
-        raise UserError("no model is named", fix=f"add `--model`: `tunewell train {shlex.quote(data)} --model MODEL`")
-    result = init(data, model=model, sets=sets, ask=ask, progress=progress)
+    result = init(data, model=model() if callable(model) else model, sets=sets, ask=ask, progress=progress)
     if result.source.open_points:
         questions = "; ".join(f"`{key}`: {question}" for key, question in result.source.open_points.items())
         flags = " ".join(result.source.flags.values())

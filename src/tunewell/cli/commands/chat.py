@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument, Option
 from tunewell.cli.render import AsIs, emit, json_text
-from tunewell.cli.screens.chat import converse, loading, show_answer, start_answer
+from tunewell.cli.screens.chat import converse, loading, print_aside, show_answer, start_answer
 from tunewell.core.errors import UserError
 from tunewell.core.features import require_hook
 from tunewell.core.options import WeightsOptions
@@ -15,12 +15,18 @@ from tunewell.core.options import WeightsOptions
 if TYPE_CHECKING:
     from tunewell.inference.chat import Chat, ChatAnswer
 
+_CHAT_TEMPERATURE = 0.7
+_TEMPERATURE = (
+    "0 is greedy; 1 samples with the model's own probabilities. Default: 0, and 0.7 for a run on conversations between "
+    "people."
+)
+
 
 def command(
     model: ModelArgument = None,
     prompt: Annotated[str | None, Option("Answer this prompt and exit. `-` reads it from stdin.", "TEXT")] = None,
     system: Annotated[str | None, Option("System prompt.", "TEXT")] = None,
-    temperature: Annotated[float, Option("0 is greedy; 1 samples with the model's own probabilities.", "X")] = 0.0,
+    temperature: Annotated[float | None, Option(_TEMPERATURE, "X")] = None,
     length: Annotated[int, Option("Maximum tokens of an answer.", "N")] = 512,
     seed: Annotated[int, Option("Random seed.", "N")] = 0,
     with_base: Annotated[bool, Option("Also show the answers of the base model.")] = False,
@@ -36,12 +42,16 @@ def command(
     is_piped = not sys.stdin.isatty()
     if json and prompt is None and not is_piped:
         raise UserError("`--json` needs a prompt", fix="add `--prompt TEXT`, or send prompts through a pipe")
+    from tunewell.records.report import REPORT, read_report
     from tunewell.runs.resolve import resolve_model
 
     # Whatever is wrong with the model's name is reported before torch is imported.
     ref = resolve_model(model, checkpoint=checkpoint, base=base)
     if with_base and ref.base is None:
         raise UserError("the base model is unknown", fix="set it with `--base MODEL`")
+    report = read_report(ref.path) if ref.kind == "run" and ref.path and (ref.path / REPORT).is_file() else None
+    if temperature is None:
+        temperature = _CHAT_TEMPERATURE if report and report.task and report.task.value == "chat" else 0.0
     with loading("loading the model"):
         # Importing torch takes seconds, so the status line is shown first.
         from tunewell.inference.chat import Chat, ChatOptions
@@ -60,8 +70,10 @@ def command(
         if index is not None:
             retrieval = require_hook("retrieval", "open_chat", needed_by="`--index`")(index, chat)
     if prompt is None and not is_piped:
-        converse(chat, with_base=with_base, retrieval=retrieval)
+        converse(chat, with_base=with_base, retrieval=retrieval, report=report)
         return
+    if report is not None and report.verdict != "PASS":
+        print_aside(f"verdict of this run: {report.verdict}: {report.summary}")
     if prompt is None:
         texts = (line.rstrip("\n") for line in sys.stdin if line.strip())
     else:
@@ -73,7 +85,7 @@ def command(
         deque(start_answer(chat, text, retrieval), maxlen=0)
         if with_base and chat.answer.num_prompt_tokens:
             deque(chat.base_reply(), maxlen=0)
-        payload = as_json(chat, text)
+        payload = as_json(chat, text) | {"verdict": report.verdict if report else None}
         payload |= retrieval.answer.as_json() if retrieval is not None else {}
         emit(AsIs(json_module.dumps(payload)) if prompt is None else json_text(payload, has_answer=True))
         sys.stdout.flush()

@@ -1,5 +1,6 @@
 """`tunewell export`: write a trained model as an adapter, merged weights, GGUF or Ollama files."""
 
+import shlex
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -54,7 +55,8 @@ def export_screen(exported: "ExportResult") -> str:
             ["wrote", f"`{exported.folder / artefact.path}`", f"{artefact.name}, {size_bytes(artefact.num_bytes)}"]
             for artefact in exported.artefacts
         ]
-        rows.append(["wrote", f"`{exported.folder / 'parity.json'}`", "the verification; `tunewell verify` repeats it"])
+        again = f"the verification; `tunewell verify {shlex.quote(str(exported.folder))}` repeats it"
+        rows.append(["wrote", f"`{exported.folder / 'parity.json'}`", again])
     parts = [parity_screen(exported.parity), *([lined(rows)] if rows else [])]
     parts += [hanging("note: ", note) for note in exported.notes]
     if exported.created:

@@ -10,12 +10,15 @@ from tunewell.cli.options import Argument, AsJson, Option, Sets
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import dropped_reasons
+from tunewell.config.glossary import explain_losses
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tunewell.core.progress import ProgressListener
+    from tunewell.core.questions import Asker
     from tunewell.planning.first_config import InitResult
     from tunewell.records.plan import Chosen
 
@@ -71,17 +74,30 @@ def command(
 
     sets = [*source_sets(columns, encoding), *(set_ or ())]
     with progress_and_questions(can_ask=not json) as (progress, ask):
-        if model is None:
-            from tunewell.workflows.models import recommend_model
-
-            model, because = recommend_model(data, sets=sets, progress=progress)
-            sys.stderr.write(hanging("model: ", f"{model}: {because} (`tunewell models` compares others)") + "\n")
+        model = model or choose_model(data, sets=sets, ask=ask, progress=progress)
         result = init(
             data, model=model, method=method, out=out, sets=sets, is_overwriting=force, ask=ask, progress=progress
         )
     given = ["--model", model, *(["--method", method] if method != "lora" else []), *as_options(sets)]
     emit(json_text(result.as_json()) if json else _screen(result, data, given, set_ or ()))
     return EXIT_OPEN if result.source.open_points else 0
+
+
+def choose_model(
+    data: str | None,
+    *,
+    ask: "Asker | None",
+    progress: "ProgressListener",
+    sets: "Sequence[str]" = (),
+    language: str = "",
+) -> str:
+    """Return the model that is recommended for these rows, and print why. In a terminal, a download is asked for."""
+    from tunewell.workflows.models import recommend_model
+
+    model, because = recommend_model(data, sets=sets, language=language or None, ask=ask, progress=progress)
+    sys.stderr.write(hanging("model: ", f"{model}: {because} (`tunewell models` compares others)") + "\n")
+    sys.stderr.flush()
+    return model
 
 
 def source_sets(columns: str | None, encoding: str | None) -> list[str]:
@@ -138,6 +154,10 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
     if sample.dropped:
         dropped = f"{count(sum(sample.dropped.values()))} of the first {count(sample.rows_in, 'row')}"
         rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped)}"])
+        if not result.source.pauses:
+            rows += [["why", text] for text in explain_losses(sample.dropped, sample.rows_in)]
+    if result.source.pauses:
+        rows.append(["pauses", result.source.pauses])
     rows += [["open", f"`{key}`: {question}"] for key, question in result.source.open_points.items()]
     return folded_table(rows)
 

@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from tunewell.runs.config import RunOptions
     from tunewell.runs.result import TrainResult
 
-_ROWS = "File, folder or glob of rows. Writes `tunewell.yaml` first, as `init` does. Needs `--model`."
+_ROWS = "File, folder or glob of rows. Writes `tunewell.yaml` first, as `init` does. Without `--model`, it chooses one."
 _REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fall? No run is written."
 _INDEX = "Train the model to answer from this index: the rows get passages, and whole documents are held out."
 _STRICT = "Under `torchrun`, exit with the code of the verdict instead of 0."
+_NO_SUPERVISOR = "Train in this process, for debuggers. A crash ends the run."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 
 
@@ -55,11 +56,11 @@ def command(
     device: RunDevice = None,
     resume: Annotated[bool, Option(_RESUME)] = False,
     allow_change: Annotated[
-        list[str] | None, Option("Resume even though this setting has changed. Can be repeated.", "NAME")
+        list[str] | None, Option("Resume even though this setting has changed. Can be repeated.", "NAME", is_rare=True)
     ] = None,
     allow_pickle: AllowPickle,
     enable_fault_injection: Annotated[bool, Option(hidden=True)] = False,
-    no_supervisor: Annotated[bool, Option("Train in this process, for debuggers. A crash ends the run.")] = False,
+    no_supervisor: Annotated[bool, Option(_NO_SUPERVISOR, is_rare=True)] = False,
     worker: Annotated[str | None, Option(flags=("--worker", "--supervised"), hidden=True)] = None,
     rehearse: Annotated[bool, Option(_REHEARSE)] = False,
     no_validate: Annotated[bool, Option("Do not test the model after training.")] = False,
@@ -68,7 +69,7 @@ def command(
         str | None,
         Option("Export the model after training, unless the verdict is FAIL: `ollama`, `gguf,merged`.", "TARGETS"),
     ] = None,
-    strict: Annotated[bool, Option(_STRICT)] = False,
+    strict: Annotated[bool, Option(_STRICT, is_rare=True)] = False,
     json: AsJson = False,
 ) -> int:
     """Train the model and test it (prepares the data first if needed)."""
@@ -165,15 +166,18 @@ def _write_first_config(
     can_ask: bool,
 ) -> None:
     """Write `tunewell.yaml` for these rows as `init` does, unless the existing one has these rows."""
+    from functools import partial
+
+    from tunewell.cli.commands.init import choose_model, config_table
     from tunewell.workflows.init import init_to_train
 
     if given.config is not None or data:
         raise UserError("the rows are named twice", fix="leave out `--config` and `--data`, or the first argument")
     with progress_and_questions(can_ask=can_ask) as (progress, ask):
-        result = init_to_train(rows, model=model, sets=given.set_ or (), ask=ask, progress=progress)
+        sets = given.set_ or ()
+        choose = partial(choose_model, rows, sets=sets, ask=ask, progress=progress)
+        result = init_to_train(rows, model=model or choose, sets=sets, ask=ask, progress=progress)
     if result is not None:
-        from tunewell.cli.commands.init import config_table
-
         sys.stderr.write(f"{config_table(result, rows)}\nwrote `{result.path}`\n")
         sys.stderr.flush()
 

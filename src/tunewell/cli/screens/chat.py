@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from tunewell.inference.chat import Chat, ChatAnswer
     from tunewell.inference.passages import DocumentChat, IndexAnswer
+    from tunewell.records.report import Report
 
 COMMANDS: dict[str, list[str]] = read_data(__file__, "texts.toml")["chat"]
 """Each command, its argument and its meaning."""
@@ -99,8 +100,10 @@ def print_aside(text: str) -> None:
     console(stderr=True).print("\n".join(lines), style="dim")
 
 
-def print_header(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | None" = None) -> None:
-    """Print the model, its base model, chat template and settings, and the index."""
+def print_header(
+    chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | None" = None, report: "Report | None" = None
+) -> None:
+    """Print the model, its base model, verdict, chat template and settings, and the index."""
     model, ref = chat.model, chat.model.ref
     reason = f", {ref.because}" if ref.because else ""
     template = f"template: {model.masker.template.name}" if model.masker else "no chat template: continues your text"
@@ -108,6 +111,7 @@ def print_header(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | No
     lines = [f"{one_line(ref.name)}{reason}"]
     if ref.started_from is not None:
         lines.append(f"trained from {one_line(ref.started_from)}" + (", which also answers" if with_base else ""))
+    lines += [f"{report.verdict}: {report.summary}"] if report is not None else []
     lines.append(f"{template}; {options_text(chat)}; {model.precision} on {model.device.name}{runtime}")
     if ref.kind == "run" and ref.path is not None and (verdict := StoredRun(ref.path).verdict):
         lines.append(f"verdict: {verdict}")
@@ -116,9 +120,11 @@ def print_header(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | No
     print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))
 
 
-def converse(chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | None" = None) -> None:
-    """Run a conversation in a terminal until the user quits."""
-    print_header(chat, with_base=with_base, retrieval=retrieval)
+def converse(
+    chat: "Chat", *, with_base: bool, retrieval: "DocumentChat | None" = None, report: "Report | None" = None
+) -> None:
+    """Run a conversation in a terminal until the user quits. `report` is that of the model's run."""
+    print_header(chat, with_base=with_base, retrieval=retrieval, report=report)
     _enable_line_editing()
     # A parent process may have set Ctrl-C to be ignored, as shells do for background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -38,7 +38,7 @@ _LOSS_CHARS = len("  loss 1.2345")
 
 @contextmanager
 def shown_training() -> Iterator["LivePanel | LogLines"]:
-    """Yield a listener that shows a run on stderr. If the run fails, its notes and healing actions stay visible."""
+    """Yield a listener that shows a run on stderr. If the run fails, its healing actions stay visible."""
     is_live = is_interactive()
     stream = BestEffortStream(sys.stderr, is_gone=not is_first())
     screen = LivePanel(stream) if is_live else LogLines(stream)
@@ -49,8 +49,6 @@ def shown_training() -> Iterator["LivePanel | LogLines"]:
         if is_live:
             for entry in screen.run.healing:
                 stream.write(f"{hanging('', healing_line(entry))}\n")
-            for note in screen.run.notes:
-                stream.write(f"{hanging('note: ', note)}\n")
         raise
     screen.close()
 
@@ -79,8 +77,13 @@ class LivePanel(_RunScreen):
             self.run(event)
         if self._live is None and not self._is_closed:
             self._open()
-        if isinstance(event, RunStarted) and event.checklist and self._live is not None:
-            self._live.console.print(checklist_lines(event))  # above the panel; it stays on the screen
+        if self._live is None:
+            return
+        # Above the panel, where it stays in full.
+        if isinstance(event, RunStarted) and event.checklist:
+            self._live.console.print(checklist_lines(event))
+        elif isinstance(event, Note):
+            self._live.console.print(hanging("note: ", one_line(event.message)))
 
     def close(self) -> None:
         """Remove the panel permanently, because a checkpoint that is still being written may send a note later."""
@@ -144,14 +147,15 @@ class LogLines(_RunScreen):
 
     def _write_evaluation(self, event: Evaluated) -> None:
         found = f"{count(event.documents, 'row')} in {duration(event.seconds)}"
-        best = "the best so far, " if event.is_best else ""
+        best = "" if not event.is_best else "the best so far, " if event.step else "before training, "
         # Aligned with the held-out column of the step lines.
         self._write(
             f"{self._step_label(event.step)}{' ' * _LOSS_CHARS}  held-out {format_loss(event.loss):>6}  {best}{found}"
         )
         for sample in event.samples[:1]:
             self._write(f"  asked: {shorten(one_line(sample.question), _LINE_CHARS)}")
-            self._write(f"  reply: {shorten(one_line(sample.answer), _LINE_CHARS)}")
+            label = "reply" if event.step else "reply, untrained"
+            self._write(f"  {label}: {shorten(one_line(sample.answer), _LINE_CHARS)}")
 
     def _is_due(self) -> bool:
         wait = min(max(self.run.elapsed() * _WAIT_SHARE, _SHORTEST_WAIT), _LONGEST_WAIT)

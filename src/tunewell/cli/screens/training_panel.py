@@ -121,7 +121,9 @@ def _held_out(run: RunState) -> list[Row]:
     if run.held_out is None:
         return []
     best, details = run.best, ()
-    if best is not None and best.step == run.held_out.step:
+    if not run.held_out.step:
+        details = ("before training",)
+    elif best is not None and best.step == run.held_out.step:
         details = (f"at step {count(best.step)}, the best so far", "the best so far")
     elif best is not None:
         lowest = f"best {format_loss(best.loss)}"
@@ -147,11 +149,10 @@ def _news(run: RunState, *, encoding: str) -> list[Row]:
     if run.healing:
         label, _, words = healing_line(run.healing[-1]).partition(": ")
         rows.append(Row(label, one_line(words, encoding=encoding), style="bold yellow"))
-    if run.notes:
-        rows.append(Row("note", one_line(run.notes[-1], encoding=encoding)))
     if run.sample is not None:
+        is_untrained = run.held_out is not None and not run.held_out.step
         rows.append(Row("asked", one_line(run.sample.question, encoding=encoding)))
-        rows.append(Row("reply", one_line(run.sample.answer, encoding=encoding)))
+        rows.append(Row("untrained" if is_untrained else "reply", one_line(run.sample.answer, encoding=encoding)))
     return rows
 
 

@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from tunewell.config.extensions import FORMATS
+from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Rejected, attempt, is_object
 from tunewell.data.rows.json_rows import check_nesting, parse_row, text_of
 from tunewell.data.sources.arrow import count_parquet_rows
-from tunewell.data.sources.base import BINARY_FORMATS, ReadOptions, SourceFile
+from tunewell.data.sources.base import BINARY_FORMATS, ReadOptions, SourceFile, find_files
 from tunewell.data.sources.lines import TooLong, detect_encoding, numbered_lines, read_utf8
 from tunewell.data.sources.records import MAX_JSON_BYTES, MAX_NESTING, read_records, too_large
 
@@ -117,6 +119,20 @@ def _export_format(file: SourceFile, options: ReadOptions) -> str | None:
         return None
     head = text_of(next(read_utf8(file, options.encoding), b"")[:_HEAD_BYTES])
     return next((entry.name for entry in entries if re.search(entry.head, head, re.DOTALL)), None)
+
+
+def is_plainly_rows(path: Path) -> bool:
+    """Return True for a file of rows; False for a text or JSON object that may be anything, like a licence."""
+    try:
+        file = find_files(str(path), base=Path())[0]
+        if file.format in ("txt", "md", "json"):
+            options = ReadOptions(MAX_JSON_BYTES, MAX_NESTING, encoding=detect_encoding(file, "auto"))
+            file = _with_detected_format(file, options)
+            is_list = file.format == "json" and next(read_utf8(file, options.encoding), b"").lstrip()[:1] == b"["
+            return file.format == "jsonl" or is_list or _export_format(file, options) is not None
+    except (UserError, OSError):
+        return False
+    return file.format != "zip"
 
 
 def read_parsed(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:

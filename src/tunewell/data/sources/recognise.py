@@ -19,11 +19,11 @@ from tunewell.core.questions import Asker, MenuQuestion
 from tunewell.core.units import count
 from tunewell.data.rows.classification import find_labels, is_numeric
 from tunewell.data.rows.column_names import find_candidates, is_labelled_text, match_ignoring_case, suggest_columns
-from tunewell.data.rows.conversation import is_object
+from tunewell.data.rows.conversation import ConversationRow, is_object
 from tunewell.data.rows.headings import guess_columns
 from tunewell.data.sources.base import SourceFile
-from tunewell.data.sources.blocks import ReadOptions, parsed_rows
-from tunewell.data.sources.exports.turns import UnknownSpeaker
+from tunewell.data.sources.blocks import ReadOptions, parsed_rows, read_blocks
+from tunewell.data.sources.exports.turns import CHAT_FORMATS, UnknownSpeaker
 from tunewell.data.sources.lines import detect_encoding, likely_encodings
 from tunewell.data.sources.local import LocalFile
 from tunewell.data.sources.records import likely_separators
@@ -32,6 +32,10 @@ _READ = ReadOptions(1 << 22, 64)
 _SAMPLE_ROWS = 1000
 _HELD_OUT_NAMES = ("held_out", "heldout", "held-out", "validation", "valid", "val", "eval", "dev")
 _SHOWN_CHARS = 200
+_PAUSES = (1.0, 2.0, 4.0, 8.0, 12.0, 24.0, 48.0, 96.0)
+"""Values of `gap_hours` that are compared."""
+_ENOUGH = 2 / 3
+"""Of the values that keep at least this share of the most conversations, the one that drops the fewest is chosen."""
 _SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 _TEXT = "?text"
 
@@ -48,6 +52,8 @@ class Recognised:
     flags: dict[str, str] = field(default_factory=dict[str, str])
     """The option of `init` that decides an open point, with the likeliest value."""
     labels: tuple[str, ...] = ()
+    pauses: str = ""
+    """How many conversations of a chat each value of `gap_hours` keeps, if the usual one drops many."""
 
     def set(self, key: str, value: Any, reason: str) -> None:
         self.settings[key], self.reasons[key] = value, reason
@@ -76,6 +82,8 @@ def recognise(
     if table is not None and table.format == "csv" and "separator" not in given:
         _find_separator(table, found, ask)
     rows = _first_rows(files, found, limit, ask)
+    if rows and isinstance(rows[0], ConversationRow) and rows[0].format_name in CHAT_FORMATS:
+        _find_pause(files, found)
     if "columns" in given:
         _require_columns(given["columns"], rows)
     elif "format" not in given and "map" not in given:
@@ -166,6 +174,27 @@ def _first_rows(
                 flag=_set_flag("assistant", senders[0]),
             )
         return _first_rows(files, found, limit, ask)
+
+
+def _find_pause(files: Sequence[SourceFile], found: Recognised) -> None:
+    """Choose the pause that starts a new conversation, if the usual one drops more than a third of them."""
+    hours = usual = found.settings.get("gap_hours", _READ.gap_hours)
+    kept = {own: _num_kept(files, replace(read_options(found), gap_hours=own)) for own in sorted({*_PAUSES, usual})}
+    if kept[usual][0] >= _ENOUGH * kept[usual][1]:
+        return
+    if "gap_hours" not in found.settings:
+        enough = _ENOUGH * max(number for number, _ in kept.values())
+        hours = min((own for own in kept if kept[own][0] >= enough), key=lambda own: kept[own][1] - kept[own][0])
+        found.set("gap_hours", hours, "hours of a pause that starts a new conversation, chosen for this chat")
+    table = ", ".join(f"{own:g} keeps {number} of {total}" for own, (number, total) in kept.items())
+    found.pauses = f"`gap_hours: {hours:g}`; of the conversations, those with a reply are kept: {table}"
+
+
+def _num_kept(files: Sequence[SourceFile], options: ReadOptions) -> tuple[int, int]:
+    """Return the number of conversations with a reply, and of all."""
+    parts = [item for file in files for block in read_blocks(file, options) for item in block.items]
+    kept = [item for item in parts if is_object(item) and len(item["messages"]) > 1]
+    return len(kept), len(parts)
 
 
 def _find_columns(rows: list[dict[str, Any]], name: str, found: Recognised, ask: Asker | None) -> None:

@@ -116,7 +116,8 @@ def _load_base(folder: Path, context: ProofContext) -> Any:
     If the base model was quantised in training, it is quantised and dequantised again: the adapter belongs to that.
     """
     written = json.loads(read_text(folder / "adapter_config.json"))
-    name = context.base or written.get("base_model_name_or_path") or context.proof.base
+    named, known = written.get("base_model_name_or_path"), context.proof.base
+    name = context.base or (known if (known or "").startswith("package:") else named or known)
     if name is None:
         raise ProofUnavailable("the adapter does not name its base model", fix="add `--base MODEL`")
     options = LoadOptions(

@@ -7,6 +7,8 @@ from tunewell.core.progress import Progress
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.proof.transformers import prove_adapter
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements
+from tunewell.model_files.catalogue import find_entry_of
+from tunewell.model_files.files import locate
 from tunewell.records.parity import Artefact, Check
 
 _EXAMPLE = """from peft import PeftModel
@@ -39,7 +41,12 @@ class AdapterTarget(ExportTarget):
         base_path = str(Path(base).resolve()) if base and Path(base).exists() else base
         # The files of the run are not copied: earlier versions, and PEFT itself, wrote names that PEFT does not always
         # find.
-        adapter.files(base_path).write(folder)
+        named = base_path
+        if base and base.startswith("package:") and (entry := find_entry_of(str(locate(base).gguf))):
+            # Other programs cannot resolve `package:`; tunewell takes the name in the proof.
+            context.notes.append(f"the adapter names `{entry.name}` as its base: `{base}` is a quantised copy of it")
+            named = base = entry.name
+        adapter.files(named).write(folder)
         context.model.tokenizer.save(folder, context.template.source)
         context.generation_config().save_pretrained(folder)
         plan = context.model.ref.plan

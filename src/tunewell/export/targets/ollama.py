@@ -75,7 +75,10 @@ class OllamaTarget(ExportTarget):
         name = str(options.name)
         create = ["ollama", "create", name, "-f", "Modelfile"]
         command = f"cd {shlex.quote(str(folder / self.name))} && {shlex.join(create)} && ollama run {name}"
-        if not (options.creates and shutil.which("ollama")):
+        if not shutil.which("ollama"):
+            missing = "Ollama is not installed here: install it, or copy the folder to where it is"
+            return NextStep(command, notes=(missing,))
+        if not options.creates:
             return NextStep(command)
         done = run(create, folder=folder / self.name)
         if done.code == 0:

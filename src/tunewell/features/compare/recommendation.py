@@ -71,7 +71,7 @@ def _none_is_good(name: str, counts: ColumnCounts) -> str:
     if counts.search_misses is not None and counts.reading_misses is not None:
         is_search = counts.search_misses > counts.reading_misses
         hint = (
-            "most misses are search misses: tune the search with `tunewell index --questions`"
+            "most misses are search misses: tune the search with `tunewell index FOLDER --questions FILE`"
             if is_search
             else "most misses are reading misses: use a larger model, or train this one with "
             "`tunewell train --index INDEX`"

@@ -19,7 +19,7 @@ from tunewell.evaluation.rows import EvaluationSet
 from tunewell.features.compare.measure import Exam, read_exam
 from tunewell.features.compare.model_judge import ModelJudge, read_labels
 from tunewell.features.compare.options import CompareOptions
-from tunewell.features.compare.recommendation import recommend
+from tunewell.features.compare.recommendation import MIN_QUESTIONS, recommend
 from tunewell.features.compare.subjects import ColumnSession, SearchedIndex, Subject
 from tunewell.inference.chat_model import open_without_weights
 from tunewell.inference.model_ref import ModelRef
@@ -130,7 +130,8 @@ def _exam(
         exam = read_exam(model, rows, number=options.num_questions, needs_keys=options.judge is None)
     notes = list(rows.notes)
     shown = ", ".join(f'"{shorten_line(key.text, 40)}"' for key in exam.keys[:3] if key.text)
-    progress(Progress(f"judging {count(len(exam.keys), 'answer')} by keys such as {shown}"))
+    few = f" (a recommendation needs {MIN_QUESTIONS})" if len(exam.keys) < MIN_QUESTIONS else ""
+    progress(Progress(f"judging {count(len(exam.keys), 'answer')}{few} by keys such as {shown}"))
     for subject in subjects if options.data is not None else []:
         run = subject.ref.loaded if subject.ref is not None and subject.ref.kind == "run" else None
         if run is not None and (known := _num_known(run.config.data.sources, run.base, exam)):

@@ -98,7 +98,9 @@ def notebook(
 def _load(config: Path | None) -> LoadedConfig:
     loaded = load_config(config)
     if loaded.file is None:
-        raise UserError(f"there is no `{FILE_NAME}` here", fix="write one with `tunewell init DATA --model MODEL`")
+        raise UserError(
+            f"there is no `{FILE_NAME}` here", fix="write one with `tunewell init FILE`, where FILE has your rows"
+        )
     for key, value in (("model", loaded.config.model), ("data.sources", loaded.config.data.sources)):
         if not value:
             raise UserError(

@@ -8,7 +8,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.data.reading_prompt import NOT_FOUND, Passage, fit, is_refusal, reading_prompt
 from tunewell.data.rows.conversation import Message
-from tunewell.features.retrieval.reading import best_sentence, check_claims
+from tunewell.features.retrieval.reading import best_sentence, check_claims, unsupported
 from tunewell.features.retrieval.search import Found, Retriever, find_names, open_retriever
 from tunewell.inference.passages import IndexAnswer, SourcePassage
 
@@ -163,6 +163,10 @@ def _sources(found: Sequence[Found], answer: IndexAnswer) -> list[SourcePassage]
     claims = check_claims(answer.answer, passages)
     answer.warnings += [f"[{number}] is not one of the {count(len(found))} sources" for number in claims.unknown]
     answer.warnings += [f"the quote “{quote}” is in no source" for quote in claims.false_quotes]
+    answer.warnings += [
+        f"{citation} does not say {', '.join(f'“{word}”' for word in words)}: check this answer"
+        for citation, words in unsupported(answer.answer, answer.question, passages)
+    ]
     return [
         SourcePassage(
             **row,

@@ -61,9 +61,17 @@ def ask(
     """
     from tunewell.features.retrieval.ask_workflow import open_retrieval_chat
     from tunewell.inference.chat import ChatOptions
+    from tunewell.workflows.models import recommend_model
 
     options = ChatOptions(length=max_new_tokens)
-    chat = open_retrieval_chat(str(index), text_of(model), options, device=device, num_passages=num_passages)
+    chat = open_retrieval_chat(
+        str(index),
+        text_of(model),
+        options,
+        choose_model=lambda language: recommend_model(None, language=language)[0],
+        device=device,
+        num_passages=num_passages,
+    )
     for _ in chat.ask(question):
         pass
     return AskResult(**vars(chat.answer))

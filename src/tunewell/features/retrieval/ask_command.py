@@ -3,9 +3,12 @@
 import sys
 from typing import Annotated
 
+from tunewell.cli.commands.init import choose_model
 from tunewell.cli.options import Argument, AsJson, Device, Option
+from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import AsIs, emit, json_text
-from tunewell.cli.screens.chat import escape_controls, loading, sources_text
+from tunewell.cli.screens.chat import escape_controls, sources_text
+from tunewell.core.progress import Progress
 
 
 def command(
@@ -14,7 +17,8 @@ def command(
     model: Annotated[
         str | None,
         Option(
-            "A run, an adapter, a model folder, a `.gguf` file, a hub id or `URL#MODEL`. Default: this folder's run.",
+            "A run, an adapter, a model folder, a `.gguf` file, a hub id or `URL#MODEL`. Default: this folder's run, "
+            "else the model that `tunewell models` recommends.",
             "MODEL",
         ),
     ] = None,
@@ -27,11 +31,18 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Answer a question from your documents, with the sources."""
-    with loading("opening the index and the model"):
+    with progress_and_questions(can_ask=not json) as (progress, ask):
+        progress(Progress("opening the index and the model"))
         from tunewell.features.retrieval.ask_workflow import open_retrieval_chat
         from tunewell.inference.chat import ChatOptions
 
-        retrieval = open_retrieval_chat(index, model, ChatOptions(length=length), device=device, num_passages=passages)
+        def choose(language: str | None) -> str:
+            return choose_model(None, language=language or "", ask=ask, progress=progress)
+
+        options = ChatOptions(length=length)
+        retrieval = open_retrieval_chat(
+            index, model, options, choose_model=choose, device=device, num_passages=passages
+        )
     parts = retrieval.ask(question)
     if json:
         for _ in parts:

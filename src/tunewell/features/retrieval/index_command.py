@@ -84,7 +84,7 @@ def screen(result: "IndexResult") -> str:
     lines += [hanging("note: ", one_line(note)) for note in built.notes[:10]]
     if len(built.notes) > 10:
         lines.append(f"and {count(len(built.notes) - 10, 'more note')}: see `--json`")
-    ask = f'`tunewell ask --index {result.address} --model MODEL "QUESTION"`'
+    ask = f'`tunewell ask --index {result.address} "QUESTION"`'
     if (written := result.open_book) is not None and (folder := result.open_book_folder) is not None:
         held_out = f"{count(len(written.held_out))} about {count(len(written.held_out_documents), 'other document')}"
         lines.append(

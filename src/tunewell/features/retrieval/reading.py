@@ -8,6 +8,9 @@ from tunewell.data.reading_prompt import CITATION, Passage
 
 _QUOTE = re.compile(r"[\"“„»]([^\"“”„«»\n]{12,400})[\"”«]")
 _MIN_QUOTED_WORDS = 3
+_WORD = re.compile(r"[^\W_]+(?:[.,:'’-][^\W_]+)*")
+_SENTENCE_START = re.compile(r"(?:^|[.!?:\n])[\s*\-\"“„»]*[^\W\d_][\w'’-]*")
+"""The first word of a sentence, which begins with a capital whether it is a name or not."""
 _SENTENCE = re.compile(r"(?<=[.!?。！？])\s+|\n\s*\n|\n(?=\s*(?:[-*+•|]|\d+[.)]|\w+:) )")
 
 
@@ -33,6 +36,25 @@ def check_claims(answer: str, passages: Sequence[Passage]) -> Claims:
         tuple(number for number in numbers if not 1 <= number <= len(passages)),
         tuple(quote for quote in quotes if not any(_squashed(quote) in text for text in texts)),
     )
+
+
+def unsupported(answer: str, question: str, passages: Sequence[Passage]) -> list[tuple[str, list[str]]]:
+    """Return each citation whose passages lack numbers or names of its claim, with these words.
+
+    A claim is the text from the last citation to this one. Words of the question are no claim of the answer.
+    """
+    found: list[tuple[str, list[str]]] = []
+    end, asked = 0, set(_WORD.findall(question.lower()))
+    for citation in CITATION.finditer(answer):
+        claim, end = answer[end : citation.start()], citation.end()
+        numbers = [int(one) for one in re.findall(r"\d+", citation[0])]
+        texts = (passages[own - 1].searched.lower() for own in numbers if 1 <= own <= len(passages))
+        text = set(_WORD.findall(" ".join(texts)))
+        words = [own for own in _WORD.findall(_SENTENCE_START.sub(" ", claim)) if own[0].isupper() or own[0].isdigit()]
+        missing = [own for own in words if own.lower() not in asked | text]
+        if text and missing:
+            found.append((citation[0], list(dict.fromkeys(missing))))
+    return found
 
 
 def best_sentence(passage: Passage, answer: str, question: str) -> str:

@@ -11,6 +11,8 @@ from tunewell.data.rows.conversation import ConversationRow, Message, Rejected, 
 from tunewell.data.sources.base import ReadOptions
 
 _NUM_NAMED = 6
+CHAT_FORMATS = frozenset({"whatsapp", "telegram", "signal", "discord", "slack"})
+"""Formats of chats between people."""
 
 
 class Turns:
