@@ -292,6 +292,8 @@ def test_an_example_shows_what_was_asked_and_said():
 def test_the_next_value_is_named_where_the_present_one_is_known():
     """Guards advice with a number in it."""
     assert "`train.learning_rate: 0.00033`" in decide_verdict(SICK["forgets"][0], RULES).reasons[0].next
+    remedy = "`tunewell train --config run/config.yaml --out run-replay --set train.replay=0.05`"
+    assert remedy in decide_verdict(SICK["forgets"][0], RULES).reasons[0].next
     unknown = replace(SICK["forgets"][0], learning_rate=None)
     assert "`train.learning_rate` to a third of its value" in decide_verdict(unknown, RULES).reasons[0].next
 

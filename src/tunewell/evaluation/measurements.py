@@ -77,6 +77,14 @@ class Measurements:
         return f"`train.epochs: {2 * self.epochs:.3g}`" if self.epochs else "twice the `train.epochs`"
 
     @property
+    def replay_command(self) -> str:
+        """The command that trains a run again with everyday prompts; the setting for a model without a run."""
+        if not self.epochs:
+            return "--set train.replay=0.05"
+        config, out = (shlex.quote(f"{self.model_path}{end}") for end in ("/config.yaml", "-replay"))
+        return f"tunewell train --config {config} --out {out} --set train.replay=0.05"
+
+    @property
     def judged(self) -> list[AnsweredQuestion]:
         """The questions whose answers are right or wrong."""
         return [question for question in self.questions if question.tuned.right is not None]

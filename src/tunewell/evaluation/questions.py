@@ -5,27 +5,23 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from tunewell.config.extensions import SCORERS, TaskEntry
 from tunewell.config.rules import VerdictRules
 from tunewell.core.text import fold, split_words
 from tunewell.core.units import count, percent
-from tunewell.data.batches import spread_evenly
-from tunewell.data.corpus.reader import Corpus, Split
+from tunewell.data.corpus.reader import Corpus
 from tunewell.evaluation.clusters import find_clusters
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.inference.chat_model import ChatModel
 from tunewell.records.plan import Chosen
 from tunewell.records.report import JudgeRecord, KeyExample
 from tunewell.scoring.answer_keys import AnswerKey
-from tunewell.scoring.base import ReferenceRow, Score, Scorer, most_frequent, score_answer, without_thinking
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, most_frequent, score_answer
 from tunewell.scoring.choice import Choice
 from tunewell.scoring.facts import Facts
+from tunewell.scoring.questions import Question, TokenReader
 from tunewell.scoring.tasks import find_task, is_chat_export, make_scorer
-from tunewell.training.evaluate import Question, prompt_and_reply
 
 MAX_ANSWER_TOKENS = 512
 """Maximum number of tokens of an answer."""
@@ -103,8 +99,10 @@ def find_questions(asked: Sequence[Question], rows: EvaluationSet, model: ChatMo
     assert rows.split is not None
     documents = [rows.split[question.document] for question in asked]
     places = [(document.source, document.row) for document in documents]
-    references = [_row(question.text, question.reference_ids, model) for question in asked]
-    known, without = _training_rows(rows.training, model) if rows.training is not None else ([], 0)
+    question_in = model.masker.template.question_in if model.masker is not None else str.strip
+    read = TokenReader(model.decode, question_in, model.stop_ids)
+    references = [read.row(question.text, question.reference_ids) for question in asked]
+    known, without = read.rows(rows.training, _MAX_TRAINING) if rows.training is not None else ([], 0)
     sources = rows.training.manifest.sources if isinstance(rows.training, Corpus) else []
     formats = {name for source in sources for name in source.formats}
     num_rows = len(rows.training or ()) * len(known) / max(1, len(known) + without)
@@ -160,26 +158,6 @@ def judge_by_task(
     found.constant = found.scorer.options[0] if isinstance(found.scorer, Choice) else most_frequent(training or rows)
     _mark_near_and_ambiguous(found, training)
     return found
-
-
-def _training_rows(split: Split, model: ChatModel) -> tuple[list[ReferenceRow], int]:
-    """Return training rows with a question, evenly spread, and the number of rows without one among them."""
-    template = model.masker.template if model.masker is not None else None
-    found, documents = list[ReferenceRow](), spread_evenly(len(split), _MAX_TRAINING).tolist()
-    for document in documents:
-        parts = prompt_and_reply(split, document)
-        if parts is not None and template is not None:
-            is_reply = np.asarray(split.arrays(document)[1]) != -100
-            num_replies = int(np.count_nonzero(np.diff(is_reply, prepend=False) & is_reply))
-            question = template.question_in(model.decode(parts[0]))
-            found.append(_row(question, parts[1], model, num_replies=num_replies))
-    return found, len(documents) - len(found)
-
-
-def _row(question: str, reference_ids: list[int], model: ChatModel, **more: Any) -> ReferenceRow:
-    """Return a row; its reference has no stop token."""
-    end = next((index for index, token in enumerate(reference_ids) if token in model.stop_ids), len(reference_ids))
-    return ReferenceRow(question, without_thinking(model.decode(reference_ids[:end])), **more)
 
 
 def _with_answers(rows: list[ReferenceRow], places: list[tuple[str, int]], corpus: Corpus | None) -> list[ReferenceRow]:

@@ -258,8 +258,8 @@ def damage(measured: Measurements) -> Iterator[Reason]:
                 code=kinds[found.name]["code"],
                 level="WEAK",
                 what=f"{kinds[found.name]['lead']}: {found.result}.",
-                next=f"Set {suggest_rate(measured, 1 / 3)}, lower `train.epochs`, or mix ordinary conversations into "
-                "`data.sources`: 5% of the rows are often enough.",
+                next=f"Let the model replay its own answers to everyday prompts: `{measured.replay_command}`. Or set "
+                f"{suggest_rate(measured, 1 / 3)}, or lower `train.epochs`.",
             )
 
 

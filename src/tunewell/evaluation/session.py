@@ -60,8 +60,8 @@ from tunewell.models.support import quiet
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Report, RowCounts
 from tunewell.scoring.judge import contains_key
+from tunewell.scoring.questions import Question, questions_of
 from tunewell.scoring.structured import count_fields
-from tunewell.training.evaluate import Question, questions_of
 
 
 def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -439,5 +439,5 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
         found["max_steps"] = ref.plan.config.get("train", {}).get("max_steps")
         found["corpus"] = str(short_path(Path(ref.corpus or ref.plan.corpus)))
     if counts is not None:
-        found["num_rows"] = counts.documents + counts.held_out
+        found["num_rows"] = counts.documents + counts.selected + counts.held_out
     return found

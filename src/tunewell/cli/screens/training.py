@@ -144,7 +144,7 @@ class LogLines(_RunScreen):
 
     def _write_evaluation(self, event: Evaluated) -> None:
         found = f"{count(event.documents, 'row')} in {duration(event.seconds)}"
-        best = "the best so far, " if event.is_best else ""
+        best = "".join(f"{part}, " for part in (event.right_words, event.is_best and "the best so far") if part)
         # Aligned with the held-out column of the step lines.
         self._write(
             f"{self._step_label(event.step)}{' ' * _LOSS_CHARS}  held-out {format_loss(event.loss):>6}  {best}{found}"

@@ -87,7 +87,7 @@ def _row_counts(report: Report) -> dict[str, Any] | None:
     dropped = sum(counts.dropped.values())
     return {
         "by_reason": [(single_line(name).replace("_", " "), rows) for name, rows in _largest_first(counts.dropped)],
-        "total": counts.documents + counts.held_out + dropped,
+        "total": counts.total,
         "dropped": dropped,
         "supervised": percent(counts.supervised / counts.tokens) if counts.tokens else "",
     }
