@@ -16,7 +16,7 @@ from tunewell.inference.decoder import Generated
 from tunewell.inference.runtime import DocumentLosses
 from tunewell.records.report import LogitChange, LossPair
 from tunewell.scoring.base import ReferenceRow
-from tunewell.training.evaluate import Question
+from tunewell.scoring.questions import Question
 
 CHANGED = LogitChange(largest=9.0, prompts=8, same_first_token=1)
 

@@ -303,8 +303,9 @@ def test_an_example_shows_what_was_asked_and_said():
 def test_the_next_value_is_named_where_the_present_one_is_known():
     """Guards advice with a number in it."""
     run = replace(SICK["forgets"][0], new_run="run2", model_path="my run")
-    command = "`tunewell train --config 'my run/config.yaml' --out run2 --set train.learning_rate=0.00033`: "
-    assert decide_verdict(run, RULES).reasons[0].next.startswith(command)
+    command = "`tunewell train --config 'my run/config.yaml' --out run2 --set "
+    advice = decide_verdict(run, RULES).reasons[0].next
+    assert advice.startswith(f"{command}train.replay=0.05`: ") and f"{command}train.learning_rate=0.00033`: " in advice
     assert "`train.learning_rate=0.00033`" in decide_verdict(SICK["forgets"][0], RULES).reasons[0].next  # no run
     unknown = replace(run, learning_rate=None)
     assert "a third of the `train.learning_rate`" in decide_verdict(unknown, RULES).reasons[0].next

@@ -11,7 +11,7 @@ from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.generate import generate
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.runs.resolve import resolve_model
-from tunewell.training.evaluate import questions_of
+from tunewell.scoring.questions import questions_of
 
 pytestmark = pytest.mark.slow
 

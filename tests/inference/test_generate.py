@@ -6,8 +6,9 @@ from tiny_models import ARCHITECTURES, logits, tiny
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM
 
+from tunewell.data.tokenizers.load import corpus_stop_ids
 from tunewell.inference.decoder import Decoding, Generated, KVCache, why_not_decoded
-from tunewell.inference.generate import corpus_stop_ids, generate
+from tunewell.inference.generate import generate
 from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.models import attention
 from tunewell.records.manifest import TemplateRecord

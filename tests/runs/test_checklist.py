@@ -29,7 +29,8 @@ def items(tmp_path, monkeypatch, *, held_out=4, free=20 * GIB, disk=100 * GIB, t
     )
     split = SimpleNamespace(documents=56, supervised=436, tokens=1851)
     records = [SimpleNamespace(name=name) for name in templates]
-    manifest = SimpleNamespace(splits={"train": split}, dropped={"empty": 2}, held_out=held_out, templates=records)
+    counts = {"dropped": {"empty": 2}, "held_out": held_out, "selected": 3}
+    manifest = SimpleNamespace(splits={"train": split}, templates=records, **counts)
     device = DeviceFacts("cuda", "cuda:0", "NVIDIA T4", 24 * GIB, free, has_bf16=True, has_flash=True)
     found = checklist(plan, manifest, device, folder=tmp_path, checkpoint_bytes=GIB, keep=2)  # type: ignore[arg-type]
     return {item.name: item for item in found}
@@ -40,7 +41,9 @@ def test_the_list_has_every_item_in_order(tmp_path, monkeypatch):
     found = items(tmp_path, monkeypatch)
     assert list(found) == ["device", "precision", "memory", "disk", "data", "template", "time"]
     assert [name for name, item in found.items() if item.state != "ok"] == ["time"]
-    assert found["data"].value == "56 documents (436 of 1,851 tokens trained on), 4 held out, 2 rows dropped, 3 epochs"
+    assert found["data"].value == (
+        "56 documents (436 of 1,851 tokens trained on), 3 for choosing, 4 held out, 2 rows dropped, 3 epochs"
+    )
     assert "known after the first steps" in found["time"].value
 
 
@@ -75,16 +78,23 @@ def loaded(config):
     return LoadedConfig(config, Path(), None, {})
 
 
-def test_patience_without_held_out_rows_has_no_effect():
-    """A setting that is ignored is reported."""
-    config = Config(evaluate=Evaluate(patience=3))
-    assert len(list(settings_without_effect(loaded(config), 0))) == 1
-    assert list(settings_without_effect(loaded(config), 5)) == []
+@pytest.mark.parametrize(
+    ("selected", "because", "words"),
+    [(0, "5% of 40 rows are fewer than 20", "5% of 40 rows"), (0, "", "no slice"), (30, "5%", "answers take too long")],
+)
+def test_patience_without_compared_checkpoints_has_no_effect(selected, because, words):
+    """A setting that is ignored is reported, with the reason."""
+    config = loaded(Config(evaluate=Evaluate(patience=3)))
+    manifest = SimpleNamespace(selected=selected, selected_because=because)
+    (note,) = settings_without_effect(config, manifest, is_selecting=False)
+    assert "evaluate.patience" in note and words in note
+    assert list(settings_without_effect(config, manifest, is_selecting=True)) == []
 
 
 def test_settings_of_an_adapter_have_no_effect_on_full_fine_tuning():
     """`modules_to_save` and `rank` were ignored without a warning."""
     given = MethodSettings(kind="full", rank=8, layers=(0,), modules_to_save=("lm_head",))
-    found = list(settings_without_effect(loaded(Config(method=given)), 5))
+    found = list(settings_without_effect(loaded(Config(method=given)), None, is_selecting=True))
     assert [note.partition("`")[2].partition("`")[0] for note in found] == ["method.rank", "method.modules_to_save"]
-    assert list(settings_without_effect(loaded(Config(method=MethodSettings(rank=8))), 5)) == []
+    own = loaded(Config(method=MethodSettings(rank=8)))
+    assert list(settings_without_effect(own, None, is_selecting=True)) == []

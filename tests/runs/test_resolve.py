@@ -51,8 +51,8 @@ def test_of_a_run_the_best_is_taken_the_newest_or_the_one_that_was_named(tmp_pat
 @pytest.mark.parametrize(
     ("progress", "words"),
     [
-        (None, "no checkpoint has a held-out loss"),
-        (0, "none has a lower held-out loss"),
+        (None, "no rows were set aside to compare checkpoints"),
+        (0, "none is better than the base model"),
         (2, "the best was deleted"),
     ],
 )

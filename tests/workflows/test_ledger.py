@@ -163,8 +163,9 @@ def test_every_reason_comes_back_in_the_amount_planted(seed, is_strict, tiny_mod
 
     assert result["rows_in"] == result["rows_read"] == NUM_ROWS + len(held_out.lines)
     assert result["held_out"] == 20
-    assert result["documents"] == NUM_ROWS - len(expected["rows.jsonl"])
-    assert result["rows_in"] == result["documents"] + result["held_out"] + sum(result["dropped"].values())
+    used = result["documents"] + result["selected"]
+    assert used == NUM_ROWS - len(expected["rows.jsonl"]) and result["selected"] == round(0.05 * used)
+    assert result["rows_in"] == used + result["held_out"] + sum(result["dropped"].values())
     assert_tokens_add_up(tmp_path, result)
 
 
@@ -232,7 +233,7 @@ def test_no_question_is_on_both_sides(tiny_model, tmp_path):
     def asked(documents) -> set[str]:
         return {" ".join(rows[document.row - 1]["question"].split()).casefold() for document in documents}
 
-    train, held_out = asked(corpus), asked(corpus.held_out)
-    assert not train & held_out
-    assert len(train | held_out) == 600
+    train, held_out, selected = asked(corpus), asked(corpus.held_out), asked(corpus.selection)
+    assert not train & held_out and not selected & (train | held_out)
+    assert len(train | held_out | selected) == 600
     assert len(held_out) > 60

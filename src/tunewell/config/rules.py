@@ -54,18 +54,19 @@ class Storage(Section):
 
 
 class Evaluate(Section):
-    """Evaluation on held-out rows during training."""
+    """Evaluation during training: on the rows of `data.selection`, or without them on held-out rows."""
 
     single = {"every_steps": (int, str), "max_documents": (int,)}  # noqa: RUF012
-    switch = "leave it out: held-out rows are always evaluated; with `data.held_out: 0`, there are none"
+    switch = "leave it out: rows are always evaluated; with `data.selection: 0` and `data.held_out: 0`, there are none"
     every_steps: Positive | Auto = "auto"
     """Steps between two evaluations. `auto`: ten evaluations per run. The last step is always evaluated."""
     max_documents: Positive | None = 200
-    """Held-out documents per evaluation, spread evenly over all of them. `null`: all."""
+    """Documents per evaluation, spread evenly over all of them. `null`: all."""
     patience: Positive | None = None
-    """Early stopping: number of evaluations without a lower held-out loss after which training ends. `null`: never."""
+    """Early stopping: number of evaluations without a better checkpoint after which training ends. Rows must be set
+    aside for it (`data.selection`). `null`: never."""
     samples: Count = 4
-    """Held-out questions that the model answers at each evaluation, written to `samples.jsonl`."""
+    """Questions that the model answers at each evaluation, written to `samples.jsonl`."""
     sample_tokens: Positive = 64
     """Maximum length of a sample answer in tokens."""
 
@@ -78,7 +79,7 @@ class CheckpointRules(Section):
     every_steps: Positive | Auto = "auto"
     """Steps between two checkpoints. `auto`: at every evaluation, and at least every 10 steps."""
     keep: Positive = 2
-    """Number of latest checkpoints to keep, at least two. The checkpoint with the best held-out loss is also kept."""
+    """Number of latest checkpoints to keep, at least two. The best checkpoint on the selection slice is also kept."""
 
 
 class Healing(Section):

@@ -202,6 +202,11 @@ class Data(Section):
     question that the corpus has held out stays held out when rows are added. A number: this share of the questions. A
     path: a file of test rows, read like the first source. Questions are chosen by their hash, so their order does not
     matter."""
+    selection: NonNegative | Auto = "auto"
+    """Rows that are taken out of the training rows, on which checkpoints are chosen and training ends early, so that
+    the held-out rows stay unseen until the verdict. `auto`: 5% of the training rows, at most 200; none if they would be
+    fewer than 20. A number below 1 is a share of the training rows, a larger one a number of rows. 0: none; the last
+    checkpoint is used."""
     index: Text | None = None
     """Index made by `tunewell index`, for open-book training: passages from it are added to each question, as in
     `tunewell ask`. Whole documents are held out, instead of the share in `held_out`."""
@@ -389,6 +394,9 @@ class Train(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """Use `torch.compile` on CUDA. `auto`: compile when the remaining steps make up for the compile time. The first
     step never waits."""
+    replay: Annotated[Float, Field(ge=0, le=0.5)] | Auto = "auto"
+    """Share of the tokens of an epoch that are everyday prompts with the answers of the base model itself, so that it
+    forgets less. The base model answers them before the first step, once per machine. 0: none."""
     recompute: Recompute = "off"
     """Gradient checkpointing: recompute activations in the backward pass. It needs less memory and is about a third
     slower. `offload` also keeps the inputs of the layers in main memory."""

@@ -67,11 +67,25 @@ class DataOrder:
     corpus_sha256: str
     batch_tokens: int | None = None
     batch_documents: int | None = None
+    num_replayed: int = 0
+    """Number of replayed documents; they are the last ones, after those of the corpus."""
+    num_drawn: int = 0
+    """How many of them an epoch has."""
+
+    @property
+    def num_rows(self) -> int:
+        """The documents of the corpus."""
+        return len(self.lengths) - self.num_replayed
 
     def permutation(self, epoch: int) -> Numbers:
-        """Return the order of all documents in an epoch."""
+        """Return the order of all documents in an epoch, and of the replayed ones that are drawn for it."""
         key = hashlib.sha256(f"{self.seed}/{epoch}/{self.corpus_sha256}".encode()).digest()
-        return np.random.Generator(np.random.PCG64(int.from_bytes(key[:16], "little"))).permutation(len(self.lengths))
+        chance = np.random.Generator(np.random.PCG64(int.from_bytes(key[:16], "little")))
+        if not self.num_replayed:
+            return chance.permutation(self.num_rows)
+        rounds = [chance.permutation(self.num_replayed) for _ in range(-(-self.num_drawn // self.num_replayed))]
+        drawn = self.num_rows + np.concatenate(rounds)[: self.num_drawn]
+        return chance.permutation(np.concatenate([np.arange(self.num_rows), drawn]))
 
     def steps_of_epoch(self, epoch: int) -> list[Numbers]:
         """Split an epoch into steps. The last step may be short, and a document larger than a step is a step alone."""
@@ -87,7 +101,7 @@ class DataOrder:
         total = self._begin(whole)
         if part > 0:
             begins = np.cumsum([0] + [len(step) for step in self.steps_of_epoch(whole)])[:-1]
-            total += int(np.sum(begins < part * len(self.lengths)))
+            total += int(np.sum(begins < part * len(self.permutation(whole))))
         return max(1, total)
 
     def epochs_after(self, num_steps: int) -> float:
@@ -105,7 +119,7 @@ class DataOrder:
         steps = self._cut(epoch)
         index = number - begins[epoch]
         done = sum(len(step) for step in steps[: index + 1])
-        return Step(number, epoch, steps[index], epoch + done / len(self.lengths))
+        return Step(number, epoch, steps[index], epoch + done / sum(map(len, steps)))
 
     def _begin(self, epoch: int) -> int:
         while len(self._begins) <= epoch:

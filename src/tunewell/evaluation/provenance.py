@@ -15,7 +15,7 @@ from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
 from tunewell.machine.facts import installed_versions, num_cores
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
-from tunewell.records.events import read_losses
+from tunewell.records.events import read_events, read_losses
 from tunewell.records.healing import read_healing
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
@@ -57,8 +57,8 @@ def collect_provenance(ref: ModelRef, model: ChatModel) -> dict[str, Any]:
 
 def _curve(run: Path) -> Curve:
     train, held_out = read_losses(run / "events.jsonl")
-    finite = [(loss, step) for step, loss in held_out if loss == loss]
-    return Curve(train=train, held_out=held_out, best_step=min(finite)[1] if finite else None)
+    best = [event["step"] for event in read_events(run / "events.jsonl") if event.get("is_best")]
+    return Curve(train=train, held_out=held_out, best_step=best[-1] if best else None)
 
 
 def _row_counts(ref: ModelRef) -> RowCounts | None:
@@ -69,12 +69,15 @@ def _row_counts(ref: ModelRef) -> RowCounts | None:
     return RowCounts(
         rows=manifest.rows_in,
         documents=manifest.documents,
+        selected=manifest.selected,
         held_out=manifest.held_out,
         dropped=manifest.dropped,
         tokens=manifest.tokens.total - manifest.tokens.padding,
         supervised=manifest.tokens.supervised,
         sources=[
-            source.model_dump(mode="json", include={"name", "formats", "rows", "documents", "held_out", "dropped"})
+            source.model_dump(
+                mode="json", include={"name", "formats", "rows", "documents", "selected", "held_out", "dropped"}
+            )
             for source in manifest.sources
         ],
     )

@@ -5,28 +5,24 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from tunewell.config.extensions import SCORERS, TaskEntry
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.core.text import fold, split_words
 from tunewell.core.units import count, percent
-from tunewell.data.batches import spread_evenly
-from tunewell.data.corpus.reader import Corpus, Split
+from tunewell.data.corpus.reader import Corpus
 from tunewell.evaluation.clusters import find_clusters
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.inference.chat_model import ChatModel
 from tunewell.records.plan import Chosen
 from tunewell.records.report import JudgeRecord, KeyExample
 from tunewell.scoring.answer_keys import AnswerKey
-from tunewell.scoring.base import ReferenceRow, Score, Scorer, most_frequent, score_answer, without_thinking
+from tunewell.scoring.base import ReferenceRow, Score, Scorer, most_frequent, score_answer
 from tunewell.scoring.choice import Choice
 from tunewell.scoring.facts import Facts
+from tunewell.scoring.questions import Question, TokenReader
 from tunewell.scoring.tasks import find_task, is_chat_export, make_scorer
-from tunewell.training.evaluate import Question, prompt_and_reply
 
 MAX_ANSWER_TOKENS = 512
 """Maximum number of tokens of an answer."""
@@ -104,12 +100,14 @@ def answer_length(longest: int, *, least: int) -> int:
 def find_questions(asked: Sequence[Question], rows: EvaluationSet, model: ChatModel) -> Questions:
     """Return the questions with the task of the training rows, or the one that `verdict.task` names."""
     assert rows.split is not None
-    known, without = _training_rows(rows.training, model) if rows.training is not None else ([], 0)
+    question_in = model.masker.template.question_in if model.masker is not None else str.strip
+    read = TokenReader(model.decode, question_in, model.stop_ids)
+    known, without = read.rows(rows.training, _MAX_TRAINING) if rows.training is not None else ([], 0)
     num_asked = len(asked)
-    asked, notes = _without_copies(asked, rows, known, model)
+    asked, notes = _without_copies(asked, rows, known, read)
     documents = [rows.split[question.document] for question in asked]
     places = [(document.source, document.row) for document in documents]
-    references = [_row(question.text, question.reference_ids, model) for question in asked]
+    references = [read.row(question.text, question.reference_ids) for question in asked]
     sources = rows.training.manifest.sources if isinstance(rows.training, Corpus) else []
     formats = {name for source in sources for name in source.formats}
     num_rows = len(rows.training or ()) * len(known) / max(1, len(known) + without)
@@ -169,26 +167,6 @@ def judge_by_task(
     return found
 
 
-def _training_rows(split: Split, model: ChatModel) -> tuple[list[ReferenceRow], int]:
-    """Return training rows with a question, evenly spread, and the number of rows without one among them."""
-    template = model.masker.template if model.masker is not None else None
-    found, documents = list[ReferenceRow](), spread_evenly(len(split), _MAX_TRAINING).tolist()
-    for document in documents:
-        parts = prompt_and_reply(split, document)
-        if parts is not None and template is not None:
-            is_reply = np.asarray(split.arrays(document)[1]) != -100
-            num_replies = int(np.count_nonzero(np.diff(is_reply, prepend=False) & is_reply))
-            question = template.question_in(model.decode(parts[0]))
-            found.append(_row(question, parts[1], model, num_replies=num_replies))
-    return found, len(documents) - len(found)
-
-
-def _row(question: str, reference_ids: list[int], model: ChatModel, **more: Any) -> ReferenceRow:
-    """Return a row; its reference has no stop token."""
-    end = next((index for index, token in enumerate(reference_ids) if token in model.stop_ids), len(reference_ids))
-    return ReferenceRow(question, without_thinking(model.decode(reference_ids[:end])), **more)
-
-
 def _with_answers(rows: list[ReferenceRow], places: list[tuple[str, int]], corpus: Corpus | None) -> list[ReferenceRow]:
     """Return the rows with the accepted answers that the corpus has for them."""
     accepted = {(row.source, row.row): row for row in corpus.answer_rows()} if corpus is not None else {}
@@ -230,7 +208,7 @@ def _form(question: str) -> tuple[str, ...]:
 
 
 def _without_copies(
-    asked: Sequence[Question], rows: EvaluationSet, training: Sequence[ReferenceRow], model: ChatModel
+    asked: Sequence[Question], rows: EvaluationSet, training: Sequence[ReferenceRow], read: TokenReader
 ) -> tuple[list[Question], list[str]]:
     """Return the questions that are no training rows apart from case, spaces and final punctuation, with a note."""
 
@@ -239,7 +217,7 @@ def _without_copies(
         return "\n".join(parts)
 
     known = set(map(text, training))
-    kept = [one for one in asked if text(_row(one.text, one.reference_ids, model)) not in known]
+    kept = [one for one in asked if text(read.row(one.text, one.reference_ids)) not in known]
     if len(kept) == len(asked):
         return kept, []
     what = f"{count(len(asked) - len(kept))} of {count(len(asked), 'question')} are training rows"

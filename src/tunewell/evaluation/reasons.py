@@ -297,8 +297,9 @@ def damage(measured: Measurements) -> Iterator[Reason]:
                 code=kinds[found.name]["code"],
                 level="WEAK",
                 what=f"{kinds[found.name]['lead']}: {found.result}.",
-                next=measured.train_again(measured.rate(1 / 3), expected="less forgotten, from smaller steps")
-                + " Ordinary conversations in `data.sources` help too: 5% of the rows are often enough.",
+                next=measured.train_again("train.replay=0.05", expected="it repeats everyday answers, and forgets less")
+                + " "
+                + measured.train_again(measured.rate(1 / 3), expected="smaller steps forget less, too"),
             )
 
 

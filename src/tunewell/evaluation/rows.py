@@ -107,10 +107,11 @@ def _training_of(model: ModelRef) -> Corpus | None:
 
 
 def _trained_on(corpus: Corpus, training: Corpus) -> npt.NDArray[np.bool_]:
-    """Return for each document whether the training rows contain it, by the digests of whole rows."""
+    """Return for each document whether the training rows or the selection slice have it, by digests of whole rows."""
     if not len(training) or not len(corpus):
         return np.zeros(len(corpus), dtype=bool)
-    known = {row.tobytes() for row in training.digests[:, :2]}
+    splits = [split for split in (training, training.selection) if len(split)]
+    known = {row.tobytes() for split in splits for row in split.digests[:, :2]}
     return np.array([row.tobytes() in known for row in corpus.digests[:, :2]], dtype=bool)
 
 

@@ -61,8 +61,8 @@ from tunewell.records.plan import Chosen
 from tunewell.records.report import Report, RowCounts
 from tunewell.records.rundir import free_name
 from tunewell.scoring.judge import contains_key
+from tunewell.scoring.questions import Question, questions_of
 from tunewell.scoring.structured import count_fields
-from tunewell.training.evaluate import Question, questions_of
 
 
 def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -444,5 +444,5 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
         found["is_held_out_auto"] = ref.plan.config.get("data", {}).get("held_out", "auto") == "auto"
         found["corpus"] = str(short_path(Path(ref.corpus or ref.plan.corpus)))
     if counts is not None:
-        found["num_rows"] = counts.documents + counts.held_out
+        found["num_rows"] = counts.documents + counts.selected + counts.held_out
     return found

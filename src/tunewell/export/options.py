@@ -44,7 +44,7 @@ class ExportOptions(WeightsOptions):
     out: Annotated[str | Path | None, Option("Folder to write. Default: `export` in the run's folder.", kind=Path)] = (
         None
     )
-    checkpoint: Annotated[str | int, Option("`best` by held-out loss, `last`, or a step.", kind=str)] = "best"
+    checkpoint: Annotated[str | int, Option("`best` on the selection slice, `last`, or a step.", kind=str)] = "best"
     base: Annotated[str | Path | None, Option("The base model, if the adapter does not name it.", kind=str)] = None
     name: Annotated[str | None, Option("Name of the model in Ollama. Default: that of the rows.")] = None
     sets: Sequence[str] | str = ()

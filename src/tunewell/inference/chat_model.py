@@ -16,9 +16,8 @@ from tunewell.core.options import SAFE_WEIGHTS, WeightsOptions
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
-from tunewell.data.tokenizers.load import LoadedTokenizer
+from tunewell.data.tokenizers.load import LoadedTokenizer, corpus_stop_ids, stop_token_ids
 from tunewell.inference.decoder import why_not_decoded
-from tunewell.inference.generate import corpus_stop_ids, stop_token_ids
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
 from tunewell.inference.model_ref import ModelRef

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.inference.decoder import (
     GREEDY,
     MIN_GRAPH_STEPS,
@@ -28,7 +27,6 @@ from tunewell.inference.decoder import (
 from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.models.attention import head_size
 from tunewell.models.fp32_modules import compute_dtype
-from tunewell.records.manifest import Manifest
 
 _PROMPT_TOKENS = 8192
 """Maximum prompt tokens in one forward pass."""
@@ -39,17 +37,6 @@ _MEMORY_SHARE = 0.5
 """Share of the free GPU memory that the KV cache may use."""
 _READ_EVERY = 8
 """On a GPU, the host reads the tokens after this many steps."""
-
-
-def corpus_stop_ids(tokenizer: LoadedTokenizer, manifest: Manifest) -> list[int]:
-    """Return the stop tokens of a corpus: the end-of-turn token of each chat template, and the EOS token."""
-    return stop_token_ids(tokenizer, (template.end_of_turn for template in manifest.templates))
-
-
-def stop_token_ids(tokenizer: LoadedTokenizer, ends: Iterable[str]) -> list[int]:
-    """Return the ids of the EOS token and of those end-of-turn markers that are single tokens."""
-    texts = {*ends, tokenizer.special_tokens.get("eos_token", "")} - {""}
-    return sorted({number for text in texts if (number := tokenizer.backend.token_to_id(text)) is not None})
 
 
 def shared_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:

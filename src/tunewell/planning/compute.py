@@ -12,6 +12,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.optional import install_command
 from tunewell.core.units import count, size_bytes
 from tunewell.machine.facts import DeviceFacts, num_cores
+from tunewell.model_files.presets import is_preset
 from tunewell.records.manifest import Manifest, SplitRecord
 from tunewell.records.plan import Chosen, QuantizedBase
 
@@ -283,3 +284,18 @@ def choose_compile(inputs: PlanInputs, attention: Attention) -> Chosen[Compile]:
     if obstacle:
         return Chosen("off", because=obstacle)
     return Chosen("auto", because="training starts uncompiled; layers are compiled once that saves time")
+
+
+def choose_replay(inputs: PlanInputs) -> Chosen[float]:
+    """Choose the share of the tokens of an epoch that are everyday prompts with answers of the base model."""
+    config, setting = inputs.config, inputs.config.train.replay
+    if setting == "auto":
+        return Chosen(0.0, because="`auto`: off until its cost is measured on more jobs; 0.05 switches it on")
+    because = ""
+    if is_preset(config.model or ""):
+        because = "a new model has nothing to forget"
+    elif config.method.adapter:
+        because = "training goes on from an adapter, without which the base model would have to answer"
+    elif "the model's own" not in {record.name for record in inputs.manifest.templates}:
+        because = "the model has no chat template, or the rows do not use it"
+    return Chosen(0.0, because=because) if because else inputs.choice("train.replay")

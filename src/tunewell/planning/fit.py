@@ -119,7 +119,8 @@ class Planner:
                 outlook, tokens = smaller, smaller.work.micro_tokens
                 because = f"the largest that fits in {size_bytes(self.device.free_bytes or 0)}"
                 plan = plan.model_copy(update={"micro_batch_tokens": Chosen(tokens, because=because)})
-        return plan.model_copy(update={"prediction": outlook.prediction}), order, outlook
+        found = {"prediction": outlook.prediction, "answers": outlook.speed.answers}
+        return plan.model_copy(update=found), order, outlook
 
     @property
     def outlook(self) -> Outlook:

@@ -15,6 +15,7 @@ from tunewell.planning.speed import MeasuredSpeed, Speed, checkpoint_bytes, comp
 from tunewell.planning.workload import EVERYDAY_TOKENS, Workload, sampled_steps
 from tunewell.records.plan import Plan
 from tunewell.records.prediction import DiskPrediction, MemoryPrediction, Prediction, TimePrediction
+from tunewell.scoring.questions import find_measure
 
 _SPREAD = {"cuda": 0.18, "mps": 0.3, "cpu": 0.18}
 """Relative uncertainty of the computed memory, by device."""
@@ -59,7 +60,10 @@ def workload_of(
 ) -> Workload:
     """Return the workload of a planned run."""
     split = corpus.manifest.splits["train"]
-    held_out = corpus.held_out.index.get("length", np.zeros(0)) if len(corpus.held_out) else np.zeros(0)
+    held_out, selection = (
+        np.asarray(own.index["length"] if len(own) else [], dtype=np.int64)
+        for own in (corpus.held_out, corpus.selection)
+    )
     return Workload(
         shape=shape,
         config=loaded.config,
@@ -68,9 +72,11 @@ def workload_of(
         lengths=order.lengths,
         step_lengths=sampled_steps(order),
         supervised_share=split.supervised / max(1, split.tokens),
-        held_out_lengths=np.asarray(held_out, dtype=np.int64),
+        held_out_lengths=held_out,
         micro_tokens=plan.micro_batch_tokens.value,
         everyday_tokens=_everyday_tokens(corpus),
+        selection_lengths=selection,
+        measure=find_measure(corpus, loaded.config.verdict.task, loaded.base),
     )
 
 
@@ -148,7 +154,7 @@ def _architecture(work: Workload) -> str:
 
 def _disk(work: Workload, free_bytes: int | None) -> DiskPrediction:
     size = checkpoint_bytes(work)
-    kept = work.config.checkpoints.keep + (1 if work.num_held_out else 0) + 1
+    kept = work.config.checkpoints.keep + (1 if len(work.selection_lengths) else 0) + 1
     weights, exports = work.shape.num_weights, 0
     for target in work.config.export.to:
         types = work.config.export.gguf if target in ("gguf", "ollama") else ()

@@ -87,7 +87,7 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
     # Logits are computed before the backward pass needs its workspace.
     at_once = max(head, workspace)
     evaluation = _evaluation_bytes(work, tokens)
-    generation = _generation_bytes(work, work.config.evaluate.samples)
+    generation = _generation_bytes(work, len(work.measure.questions) if work.measure else work.config.evaluate.samples)
     answers = _generation_bytes(work, min(work.config.verdict.questions, work.num_held_out))
     held = fixed["weights"] + fixed["adapter"] + base
     # Gradients of a single micro-batch appear while its activations are freed.
@@ -242,8 +242,8 @@ def _evaluation_bytes(work: Workload, tokens: int, *, is_everyday: bool = False)
     Everyday text has more tokens than the held-out rows of a small set.
     """
     shape, size = work.shape, work.compute_bytes
-    held_out = int(work.held_out_lengths.sum()) if work.num_held_out else 0
-    tokens = min(tokens, held_out) if held_out and not is_everyday else tokens
+    evaluated = max(int(work.held_out_lengths.sum()), int(work.selection_lengths.sum()))
+    tokens = min(tokens, evaluated) if evaluated and not is_everyday else tokens
     layer = tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * shape.query_size) * size
     return layer + _head_bytes(work, tokens, is_compiled=False)
 
@@ -251,9 +251,10 @@ def _evaluation_bytes(work: Workload, tokens: int, *, is_everyday: bool = False)
 def _generation_bytes(work: Workload, questions: int) -> int:
     """Return the KV cache of answers that are generated together, and logits for one token of each."""
     shape, size = work.shape, work.compute_bytes
-    if not work.num_held_out or not questions:
+    longest = max(int(own.max(initial=0)) for own in (work.held_out_lengths, work.selection_lengths))
+    if not longest or not questions:
         return 0
-    longest = int(work.held_out_lengths.max()) + work.config.evaluate.sample_tokens
+    longest += work.config.evaluate.sample_tokens
     tokens = max(longest, min(_ANSWER_TOKENS, questions * longest))
     cache = 2 * shape.num_layers * shape.kv_size * tokens * size
     return cache + questions * shape.vocab_size * 8 + 2 * work.num_adapter_weights * size

@@ -19,6 +19,7 @@ from tunewell.core.units import count
 from tunewell.core.version import made_by
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
+from tunewell.data.replay import with_replayed
 from tunewell.machine.facts import DeviceFacts
 from tunewell.model_files.facts import read_facts
 from tunewell.model_files.presets import is_preset
@@ -29,6 +30,7 @@ from tunewell.planning.compute import (
     choose_device,
     choose_precision,
     choose_quantization,
+    choose_replay,
     choose_threads,
     require_masters,
     require_optimizer,
@@ -78,18 +80,24 @@ def plan_run(
 
 def plan_documents(inputs: PlanInputs, lengths: Ints, *, order: DataOrder | None = None) -> tuple[Plan, DataOrder]:
     """Plan a run on documents of these lengths, and their order."""
-    train, batch = inputs.config.train, choose_batch(inputs)
+    train, batch, replay = inputs.config.train, choose_batch(inputs), choose_replay(inputs)
+    num_rows, num_drawn = len(lengths), 0
+    if replay.value:
+        lengths, num_drawn = with_replayed(lengths, replay.value)
     order = order or DataOrder(
         lengths,
         inputs.config.seed,
         inputs.manifest.corpus_sha256,
         batch_tokens=batch.tokens.value,
         batch_documents=batch.documents.value,
+        num_replayed=len(lengths) - num_rows,
+        num_drawn=num_drawn,
     )
     assert train.epochs != "auto"  # `with_recommended` has filled it in
     num_steps = train.max_steps or order.num_steps(train.epochs)
     epochs = round(order.epochs_after(num_steps), 4)
-    return plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs), order
+    plan = plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs)
+    return plan.model_copy(update={"replay": replay}), order
 
 
 def launcher_precision() -> str | None:
@@ -232,8 +240,8 @@ def _evaluate_every(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
     setting = inputs.config.evaluate.every_steps
     if setting != "auto":
         return inputs.choice("evaluate.every_steps")
-    held_out = inputs.manifest.splits.get("held_out")
-    without = "" if held_out and held_out.documents else "; no rows are held out, so there is nothing to evaluate"
+    evaluated = inputs.manifest.evaluated
+    without = "" if evaluated and evaluated.documents else "; no rows are held out, so there is nothing to evaluate"
     every = max(1, math.ceil(num_steps / _EVALUATIONS))
     evaluations = math.ceil(num_steps / every)
     return Chosen(every, because=f"{count(evaluations, 'evaluation')} in {count(num_steps, 'step')}{without}")

@@ -15,8 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tunewell.config.extensions import OPTIMIZERS
+from tunewell.core.units import percent
+from tunewell.data.replay import ANSWER_TOKENS, NUM_PROMPTS
 from tunewell.machine.cards import match_card
 from tunewell.planning.workload import Workload
+from tunewell.records.plan import Chosen
 
 _PRODUCT_SHARE = 0.64
 """Share of the maker's rate that products of a training step reach: 790 of 989 TFLOP/s alone, 0.8 of that in a step."""
@@ -49,7 +52,9 @@ _READ_BYTES, _CACHED_BYTES, _WRITE_BYTES = 1.5e9, 5e9, 5e8
 """Bytes per second at which weights are read from disk, read from the file cache, and checkpoints written."""
 _DEQUANTISED_WEIGHTS = 6e7
 """Weights of a quantised GGUF file that are dequantised in a second: 135M took 2.2 s."""
-_EVALUATION_SHARE = 0.1
+_EVALUATION_SHARE = 0.05
+_ANSWERS, _MIN_EVALUATIONS = (100, 50, 20), 4
+"""Answers of an evaluation, which are at least as many as can be compared, and evaluations that a run should have."""
 _MIN_EVALUATION_SECONDS = 5.0
 _ANSWER_COST = 0.14
 """Time that each answer adds to a token, as a share of the fixed time, on a CPU: 135M took 109 ms for 2, 180 for 8."""
@@ -84,6 +89,8 @@ class Speed:
     is_compiled: bool
     spread: float
     basis: list[str] = field(default_factory=list[str])
+    answers: Chosen[int] | None = None
+    """Questions that are answered at each evaluation; None if the task of the rows has no measure."""
     is_halved: bool = False
     """Whether all steps use half the micro-batch, because compiling does not end before the run."""
 
@@ -179,8 +186,11 @@ def compute_speed(work: Workload, cpu_flops: float, *, measured: "MeasuredSpeed 
     phases["check"] = known.check or 0.5 + 15 * work.mean_context * token_flops(work)[1] / rates.flops
     if steps.compile_seconds:
         phases["compile"] = steps.compile_seconds
+    if work.plan.replay is not None and work.plan.replay.value:  # unless the answers are cached
+        phases["replay"] = _answer_seconds(work, rates, questions=NUM_PROMPTS, tokens=ANSWER_TOKENS, known=known)
     phases["steps"] = known.warm_up + steps.seconds
-    phases["evaluation"] = _evaluation_seconds(work, rates, steps.seconds, known)
+    answers = _affordable_answers(work, rates, steps.seconds, known)
+    phases["evaluation"] = _evaluation_seconds(work, rates, steps.seconds, known, answers.value if answers else 0)
     # Steps wait only for a part of a checkpoint: most is written beside the training.
     phases["checkpoints"] = 0.3 + checkpoint_bytes(work) / _WRITE_BYTES
     if work.config.verdict.after_training and work.num_held_out:
@@ -190,7 +200,7 @@ def compute_speed(work: Workload, cpu_flops: float, *, measured: "MeasuredSpeed 
     tokens = work.mean_step_tokens / (compiled if steps.is_compiled else eager)
     basis = [known.because] if known.because else [rates.because]
     spread = known.spread if measured else rates.spread
-    return Speed(phases, eager, tokens, steps.is_compiled, spread, basis, is_halved=steps.is_halved)
+    return Speed(phases, eager, tokens, steps.is_compiled, spread, basis, answers, is_halved=steps.is_halved)
 
 
 @dataclass(frozen=True)
@@ -274,7 +284,8 @@ def _answer_seconds(work: Workload, rates: Rates, *, questions: int, tokens: flo
     """Return the seconds to answer questions together, each with `tokens` new tokens."""
     if not questions:
         return 0.0
-    prompt = float(work.held_out_lengths.mean()) * 0.6 if work.num_held_out else 64.0
+    lengths = work.evaluated_lengths
+    prompt = float(lengths.mean()) * 0.6 if len(lengths) else 64.0
     at_once = max(1, min(questions, int(_ANSWER_BATCH_TOKENS[work.device.kind] / (prompt + tokens))))
     num_batches = math.ceil(questions / at_once)
     weights = 2.0 * (work.shape.num_active_weights + work.shape.num_table_weights)
@@ -287,16 +298,38 @@ def _answer_seconds(work: Workload, rates: Rates, *, questions: int, tokens: flo
     return num_batches * (tokens * per_token) + _forward_seconds(work, rates, questions * prompt, known)
 
 
-def _evaluation_seconds(work: Workload, rates: Rates, steps: float, known: MeasuredSpeed) -> float:
-    """Return the seconds of all evaluations. `train` evaluates less often if they take over a tenth of the time."""
-    if not work.num_held_out:
+def _affordable_answers(work: Workload, rates: Rates, steps: float, known: MeasuredSpeed) -> Chosen[int] | None:
+    """Return how many questions each evaluation can answer in its share of the time; None without a measure."""
+    if work.measure is None:
+        return None
+    budget, total = max(_EVALUATION_SHARE * steps, _MIN_EVALUATION_SECONDS), len(work.measure.questions)
+    planned = math.ceil(work.num_steps / work.plan.evaluate_every.value)
+    if work.config.evaluate.every_steps == "auto":
+        planned = min(planned, _MIN_EVALUATIONS)
+    task = f"`{work.measure.task}`"
+    for number in (total, *(fewer for fewer in _ANSWERS if fewer < total)):
+        if _evaluation_once(work, rates, known, number) * (planned + 1) <= budget:
+            return Chosen(number, because=f"checkpoints are compared by right answers ({task})")
+    share = percent(_EVALUATION_SHARE, 0)
+    because = f"answers would take over {share} of the training time, and the loss is no measure of {task}"
+    return Chosen(0, because=f"{because}: the last checkpoint is used")
+
+
+def _evaluation_once(work: Workload, rates: Rates, known: MeasuredSpeed, answers: int) -> float:
+    """Return the seconds of an evaluation: the loss, and answers."""
+    settings, lengths = work.config.evaluate, work.evaluated_lengths
+    asked = (answers, work.measure.longest) if answers and work.measure else (settings.samples, settings.sample_tokens)
+    number = min(len(lengths), settings.max_documents or len(lengths))
+    loss = _forward_seconds(work, rates, number * float(lengths.mean()), known)
+    return loss + _answer_seconds(work, rates, questions=asked[0], tokens=asked[1], known=known)
+
+
+def _evaluation_seconds(work: Workload, rates: Rates, steps: float, known: MeasuredSpeed, answers: int) -> float:
+    """Return the seconds of all evaluations. `train` evaluates less often if they take over 5% of the time."""
+    if not len(work.evaluated_lengths):
         return 0.0
     settings, every = work.config.evaluate, work.plan.evaluate_every.value
-    number = min(work.num_held_out, settings.max_documents or work.num_held_out)
-    tokens = number * float(work.held_out_lengths.mean())
-    once = known.evaluation or _forward_seconds(work, rates, tokens, known) + _answer_seconds(
-        work, rates, questions=settings.samples, tokens=settings.sample_tokens, known=known
-    )
+    once = (not answers and known.evaluation) or _evaluation_once(work, rates, known, answers)
     planned = math.ceil(work.num_steps / every)
     if settings.every_steps == "auto" and once * planned > _MIN_EVALUATION_SECONDS:
         possible = max(1, int(_EVALUATION_SHARE * steps / once) - 1)

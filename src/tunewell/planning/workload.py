@@ -1,6 +1,6 @@
 """The work of a run in numbers: the model's shape, what is trained, and the tokens of a step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,7 @@ from tunewell.data.batches import DataOrder, micro_batches
 from tunewell.machine.facts import DeviceFacts
 from tunewell.model_files.shape import Linear, ModelShape
 from tunewell.records.plan import Plan
+from tunewell.scoring.questions import Measure
 
 _SAMPLED_STEPS = 64
 EVERYDAY_TOKENS = 3_300
@@ -33,9 +34,14 @@ class Workload:
     """Lengths of the documents of some steps."""
     supervised_share: float
     held_out_lengths: Lengths
+    """Tokens of each held-out document, which the verdict reads."""
     micro_tokens: int
     """Limit of a micro-batch in tokens."""
     everyday_tokens: int = EVERYDAY_TOKENS
+    selection_lengths: Lengths = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Tokens of each document of the selection slice."""
+    measure: Measure | None = None
+    """The questions of the slice, if their answers can be right or wrong."""
 
     @property
     def method(self) -> MethodEntry:
@@ -57,6 +63,11 @@ class Workload:
     @property
     def num_held_out(self) -> int:
         return len(self.held_out_lengths)
+
+    @property
+    def evaluated_lengths(self) -> Lengths:
+        """Tokens of each document that is evaluated during training."""
+        return self.selection_lengths if len(self.selection_lengths) else self.held_out_lengths
 
     @property
     def precision(self) -> str:

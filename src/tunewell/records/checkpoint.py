@@ -39,7 +39,7 @@ class CheckpointManifest(Record):
     step: int
     """Finished optimizer steps."""
     best_step: int | None
-    """The step with the best held-out loss up to this step, or None before the first evaluation."""
+    """The best step up to this one, by right answers or the loss on the selection slice; None if none was compared."""
     files: dict[str, FileRecord]
     """All other files of the folder, by relative path."""
     identity: dict[str, Any]

@@ -29,7 +29,7 @@ MIN_TO_JUDGE = 5
 in 1 of 16 cases, on all of five in 1 of 32 (sign test at 5%)."""
 CORPUS_NAMES = frozenset(
     {MANIFEST, NEAR_DUPLICATES, SECRETS, "README.md", "dataset_dict.json", DROPPED, ANSWERS, "held_out"}
-    | {"tokenizer", "train"}
+    | {"tokenizer", "train", "selection"}
 )
 """All names in a corpus folder."""
 
@@ -48,6 +48,7 @@ class SourceRecord(Record):
     rows: int
     documents: int
     held_out: int
+    selected: int = 0
     dropped: dict[str, int]
     formats: dict[str, int]
     unused: dict[str, int] = {}
@@ -224,6 +225,10 @@ class Manifest(Record):
     held_out: int
     rows: RowsRecord | None = None
     """None in a corpus of an earlier version."""
+    selected: int = 0
+    """Training rows that were taken out for choosing checkpoints: the selection slice."""
+    selected_because: str = ""
+    """The reason for their number; empty in a corpus of an older version."""
     questions: int | None = None
     """Distinct questions of all documents that are used; None in a corpus of 0.1.0."""
     pieces: int
@@ -261,7 +266,8 @@ class Manifest(Record):
     def other_ids_share(self) -> float | None:
         """Share of rows with other ids if their whole text is encoded at once; None if it was not counted."""
         later = ("exact_duplicate", "answer_in_held_out", "near_held_out", "near_duplicate", "not_sampled", "too_long")
-        num_encoded = self.documents + self.held_out + sum(self.dropped.get(reason, 0) for reason in later)
+        num_dropped = sum(self.dropped.get(reason, 0) for reason in later)
+        num_encoded = self.documents + self.selected + self.held_out + num_dropped
         if self.encoding_version < 2 or not num_encoded:
             return None
         return self.notes.get("other_ids_as_a_whole", 0) / num_encoded
@@ -269,7 +275,13 @@ class Manifest(Record):
     @property
     def too_few_to_judge(self) -> str | None:
         """A sentence, if so few rows are held out that every verdict will be UNPROVEN, or None."""
-        return too_few_to_judge(self.held_out, self.documents + self.held_out, self.questions)
+        num_rows = self.documents + self.selected + self.held_out
+        return too_few_to_judge(self.held_out, num_rows, self.questions)
+
+    @property
+    def evaluated(self) -> SplitRecord | None:
+        """The rows that are evaluated during training: the selection slice, else the held-out rows."""
+        return self.splits.get("selection") or self.splits.get("held_out")
 
     def cautions(self) -> list[str]:
         """Return what a user should know before training: rows that are dropped, not used, unsafe or too similar."""

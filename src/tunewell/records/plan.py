@@ -113,6 +113,11 @@ class Plan(Record):
     compile: Chosen[Literal["auto", "on", "off"]]
     evaluate_every: Chosen[int]
     save_every: Chosen[int]
+    replay: Chosen[float] | None = None
+    """Share of the tokens of an epoch that are everyday prompts with answers of the base model."""
+    answers: Chosen[int] | None = None
+    """Questions of the selection slice that are answered at each evaluation; 0: checkpoints are compared by the loss.
+    None without a slice."""
     prediction: Prediction | None = None
     """None before it is computed."""
     plugins: list[str] = []
@@ -129,7 +134,7 @@ class Plan(Record):
 
 def write_plan(folder: Path, plan: Plan) -> None:
     """Write the plan atomically, without secrets."""
-    left_out = None if plan.plugins else {"plugins"}
+    left_out = {name for name in ("plugins", "answers", "replay") if not getattr(plan, name)}
     write_atomic(folder / PLAN, stable_json(redact(plan.model_dump(mode="json", exclude=left_out))))
 
 

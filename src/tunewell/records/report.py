@@ -243,15 +243,21 @@ class Curve(Record):
 
 
 class RowCounts(Record):
-    """The number of rows trained on, held out, and dropped by reason."""
+    """The number of rows trained on, selected for choosing checkpoints, held out, and dropped by reason."""
 
     rows: int
     documents: int
+    selected: int = 0
     held_out: int
     dropped: dict[str, int]
     tokens: int
     supervised: int
     sources: list[dict[str, Any]]
+
+    @property
+    def total(self) -> int:
+        """The sum of the counts, which must be the number of rows."""
+        return self.documents + self.selected + self.held_out + sum(self.dropped.values())
 
 
 class MetricResult(Record):

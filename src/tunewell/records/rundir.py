@@ -226,7 +226,7 @@ class Outcome(Record):
     last_loss: float | None = None
     held_out: HeldOutLosses = HeldOutLosses()
     best_step: int | None = None
-    """The step with the best held-out loss."""
+    """The best step on the selection slice; None if checkpoints were not compared."""
     seconds: float
     """Duration since the last start or resume."""
     stages: dict[str, float] = {}

@@ -66,6 +66,7 @@ def _data(plan: Plan, manifest: Manifest) -> CheckedItem:
     dropped = sum(manifest.dropped.values())
     parts = [
         f"{count(split.documents, 'document')} ({count(split.supervised)} of {count(split.tokens)} tokens trained on)",
+        *([f"{count(manifest.selected)} for choosing"] if manifest.selected else []),
         f"{count(manifest.held_out)} held out",
         *([f"{count(dropped, 'row')} dropped"] if dropped else []),
         f"{plan.epochs.value:.3g} epochs",
@@ -81,11 +82,12 @@ def _time(plan: Plan) -> CheckedItem:
     return CheckedItem("time", f"{duration(seconds.low)} to {duration(seconds.high)} in all; {steps}")
 
 
-def settings_without_effect(loaded: LoadedConfig, num_held_out: int) -> Iterator[str]:
+def settings_without_effect(loaded: LoadedConfig, manifest: Manifest, *, is_selecting: bool) -> Iterator[str]:
     """Yield notes about settings that have no effect on this run."""
     config = loaded.config
-    if config.evaluate.patience is not None and not num_held_out:
-        yield "`evaluate.patience` has no effect: there are no held-out rows"
+    if config.evaluate.patience is not None and not is_selecting:
+        why = "answers take too long" if manifest.selected else manifest.selected_because or "there is no slice"
+        yield f"`evaluate.patience` has no effect, because checkpoints are not compared (`data.selection`): {why}"
     default = MethodSettings()
     for name in _ADAPTER_SETTINGS if config.method.kind == "full" else ():
         if f"method.{name}" not in loaded.reasons and getattr(config.method, name) != getattr(default, name):

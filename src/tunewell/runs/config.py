@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tunewell.model_files.presets import is_preset
 from tunewell.records.adapter import ADAPTER_CONFIG
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
-from tunewell.records.plan import PLAN, Chosen, Start
+from tunewell.records.plan import PLAN, Chosen, Start, read_plan
 from tunewell.records.rundir import RUN_CONFIG, Outcome, RunDir, Status, find_outcome
 
 # Options of one `train` call that are not part of the config: resume, command line, process-wide settings.
@@ -177,6 +177,19 @@ def missing_rows(loaded: LoadedConfig) -> UserError | None:
         except UserError as error:
             return error
     return None
+
+
+def as_first_started(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the config of a resumed run: one of an older version has no selection slice and no replay."""
+    folder = loaded.path(loaded.config.run)
+    if not (folder / PLAN).is_file():
+        return loaded
+    before, config = read_plan(folder).config, loaded.config
+    for section, name in (("data", "selection"), ("train", "replay")):
+        if name not in before.get(section, {}):
+            own = getattr(config, section).model_copy(update={name: 0})
+            config = config.model_copy(update={section: own})
+    return replace(loaded, config=config)
 
 
 def with_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start | None]:

@@ -161,6 +161,8 @@ def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], rec
     for name, section in (("evaluate_every", "evaluate"), ("save_every", "checkpoints")):
         if plan.config[section]["every_steps"] == "auto" and before.num_steps.value == plan.num_steps.value:
             kept[name] = getattr(before, name)
+    if before.corpus_sha256 == plan.corpus_sha256:
+        kept["answers"] = before.answers
     if plan.quantized is not None and before.quantized is not None and before.quantized.kind == plan.quantized.kind:
         kept["quantized"] = before.quantized
     if before.device.value != plan.device.value:

@@ -95,7 +95,7 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
     plan = read_plan(run)
     loaded = load_config(run / RUN_CONFIG, sets)
     notes: list[str] = []
-    saved, because = _choose_checkpoint(run / _CHECKPOINTS, checkpoint, notes.append)
+    saved, because = _choose_checkpoint(run / _CHECKPOINTS, checkpoint, plan, notes.append)
     is_adapter = METHODS.entry(plan.method.value).is_adapter
     base_model: str | None = base or loaded.seen(loaded.config.model or plan.model)
     if REDACTED in str(base_model):
@@ -135,11 +135,11 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
     return ref
 
 
-def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], None]) -> tuple[Saved, str]:
+def _choose_checkpoint(folder: Path, wanted: str, plan: Plan, on_trouble: Callable[[str], None]) -> tuple[Saved, str]:
     if wanted not in ("best", "last"):
         return _checkpoint_at(folder, wanted)
     if wanted == "best" and (best := find_best(folder, on_trouble=on_trouble, unread=_is_unread)) is not None:
-        return best, "the best by held-out loss"
+        return best, best.why_best
     newest = find_newest(folder, on_trouble=on_trouble, unread=_is_unread)
     if newest is None:
         run, outcome = shlex.quote(str(folder.parent)), find_outcome(folder.parent)
@@ -150,9 +150,11 @@ def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], No
         return newest, "the newest"
     match newest.manifest.progress.get("best_step"):
         case None:
-            because = "no checkpoint has a held-out loss"
+            because = "no rows were set aside to compare checkpoints (`data.selection`)"
+            if plan.answers is not None and not plan.answers.value:
+                because = plan.answers.because.removesuffix(": the last checkpoint is used")
         case 0:  # the base model, which is evaluated but not saved
-            because = "none has a lower held-out loss than the base model"
+            because = "none is better than the base model on the selection slice"
         case _:
             because = "the best was deleted"
     return newest, f"the newest; {because}"

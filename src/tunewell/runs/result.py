@@ -35,7 +35,7 @@ _REMEDIES = {
 }
 """Field of a healing entry -> advice for its last value."""
 _FAULTS = {
-    "overfitting": "reduce `train.epochs`, or set `evaluate.patience: 2`; the best checkpoint is kept",
+    "overfitting": "reduce `train.epochs`, or set `evaluate.patience: 2`, with a selection slice (`data.selection`)",
     "lr-too-high": "lower `train.learning_rate`: the loss rose during training",
     "flat-loss": "the loss did not fall: raise `train.learning_rate`, select more layers with `method.targets` and "
     "`method.layers`, and check with `tunewell inspect` which tokens are supervised",
@@ -97,7 +97,9 @@ class TrainResult:
 
     @property
     def held_out_best(self) -> float | None:
-        return min((loss for _, loss in self.held_out if math.isfinite(loss)), default=None)
+        """The loss of the best evaluation, or the lowest one if checkpoints are not compared."""
+        named = [loss for step, loss in self.held_out if step == self.best_step]
+        return min((loss for loss in named or dict(self.held_out).values() if math.isfinite(loss)), default=None)
 
     def __fspath__(self) -> str:
         """Return the run folder, so that a result can be given where a run is expected."""
@@ -222,7 +224,7 @@ def make_result(
         following = f"tunewell {command} {shlex.quote(str(folder.parent))}"
     artefacts = []
     if best is not None and newest is not None and best.step != newest.step:
-        artefacts.append((str(best.path), f"the best checkpoint by held-out loss, step {best.step}"))
+        artefacts.append((str(best.path), f"the best checkpoint, step {best.step}: {best.why_best}"))
     if newest is not None:
         artefacts.append((str(newest.path), f"the newest checkpoint, step {newest.step}"))
     artefacts.append((str(folder.parent / "events.jsonl"), "the metrics of every step"))

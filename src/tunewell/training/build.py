@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,12 @@ from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config, MethodSettings, Train
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
-from tunewell.data.batches import DataOrder
+from tunewell.data.batches import DataOrder, spread_evenly
 from tunewell.data.corpus.reader import Corpus
 from tunewell.data.read_ahead import ReadAhead
-from tunewell.data.templates.chat_template import ChatTemplate
-from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.decoder import Decoding
 from tunewell.inference.degeneration import find_degeneration
-from tunewell.inference.generate import corpus_stop_ids, generate
+from tunewell.inference.generate import generate
 from tunewell.methods.base import AdapterMethod, Method
 from tunewell.model_files.presets import is_preset
 from tunewell.model_files.weights import fingerprint_weights
@@ -38,9 +37,10 @@ from tunewell.models.support import head_shape
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
 from tunewell.records.plan import Plan, write_plan
+from tunewell.scoring.questions import corpus_reader, find_measure, questions_of
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.distributed import World
-from tunewell.training.evaluate import mark_loops, questions_of
+from tunewell.training.evaluate import mark_loops
 from tunewell.training.events import Listener, Note, RunStarted, Sample, send_notes
 from tunewell.training.health import RunContext
 from tunewell.training.leak_probe import probe_leaks
@@ -122,8 +122,9 @@ def build_run(parts: RunInputs) -> Run:
     masters = DTYPES[config.train.masters]
     is_narrow = masters != torch.float32  # the plan allows this only for full fine-tuning
     dtype = masters if is_narrow else method_class.load_dtype(DTYPES[plan.precision.value])
-    held_out = parts.corpus.held_out
-    longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
+    corpus = parts.corpus
+    splits = (corpus, corpus.selection, corpus.held_out)
+    longest = max(int(parts.order.lengths.max()), *(int(own.index["length"].max()) for own in splits if len(own)))
     options = LoadOptions(
         parts.model,
         parts.corpus.path / "tokenizer",
@@ -157,7 +158,7 @@ def build_run(parts: RunInputs) -> Run:
     )
     if config.train.recompute != "off":
         learner.recompute(config.train.recompute)
-    documents = parts.hooks.documents(parts.corpus)
+    documents = parts.hooks.documents(corpus)
     healing = HealingState(folder / HEALING, on_trouble=note)
     healing.restore(read_healing(parts.folder))
     return Run(
@@ -166,7 +167,8 @@ def build_run(parts: RunInputs) -> Run:
         learner=learner,
         order=parts.order,
         documents=ReadAhead(documents) if config.train.read_ahead else documents,
-        held_out=held_out,
+        held_out=corpus.evaluated,
+        is_selecting=len(corpus.selection) > 0 and (plan.answers is None or plan.answers.value > 0),
         checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note),
         events=EventLog(folder / "events.jsonl", on_trouble=note),
         samples=samples,
@@ -178,6 +180,7 @@ def build_run(parts: RunInputs) -> Run:
         about=_context(parts, model),
         home=parts.folder / "checkpoints",
         ask=_make_sampler(parts, learner, samples),
+        num_answers=_num_answers(parts),
         identity=identity_of(plan, config, fingerprint_weights(parts.model)),
     )
 
@@ -239,6 +242,7 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
         **{name: getattr(plan, name).value for name in _IDENTITY},
         **METHODS.load(plan.method.value).identity(config.method),
         **({"adapter": plan.start.sha256} if plan.start and config.method.adapter else {}),
+        **({"replay": plan.replay.value} if plan.replay and plan.replay.value else {}),
         **config.train.model_dump(mode="json", include={*_OPTIMIZER, *_own_settings(config.train.optimizer)}),
     }
 
@@ -271,6 +275,8 @@ def _load_weights(options: LoadOptions) -> dict[str, Tensor]:
 
 
 def _row_name(corpus: Corpus, document: int) -> str:
+    if document >= len(corpus):
+        return f"everyday prompt {document - len(corpus) + 1}"
     row = corpus[document]
     return f"{row.source} row {row.row}"
 
@@ -291,37 +297,46 @@ def _context(parts: RunInputs, model: Any) -> RunContext:
 
 def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> Callable[[int, int], list[Sample]]:
     """Return a function that generates answers to held-out questions and logs them."""
-    tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
-    stops = corpus_stop_ids(tokenizer, parts.corpus.manifest)
-    evaluate = parts.config.evaluate
-    spell = partial(tokenizer.backend.decode, skip_special_tokens=False)
-    question_in = str.strip
-    if template := tokenizer.chat_template:
-        question_in = ChatTemplate(template, special_tokens=tokenizer.special_tokens).question_in
+    evaluate, number = parts.config.evaluate, _num_answers(parts)
+    measure = find_measure(parts.corpus, parts.config.verdict.task, parts.loaded.base) if number else None
+    read = measure.reader if measure else corpus_reader(parts.corpus)
+    spell, asked = read.decode, spread_evenly(len(measure.questions) if measure else 0, number).tolist()
+    limit = measure.limit if measure else evaluate.sample_tokens
 
     def sample(step: int, batch_tokens: int) -> list[Sample]:
-        questions = questions_of(parts.corpus.held_out, number=evaluate.samples, spell=spell, question_in=question_in)
+        split = parts.corpus.evaluated
+        questions = questions_of(split, number=evaluate.samples, spell=spell, question_in=read.question_in)
+        if measure:
+            questions = [measure.questions[index] for index in asked]
         if not questions:
             return []
         prompts = [question.ids for question in questions]
-        longest = max(map(len, prompts)) + evaluate.sample_tokens
+        longest = max(map(len, prompts)) + limit
         learner.hooks.before_answers(min(len(prompts), max(1, batch_tokens // longest)))
         answers = generate(
             learner.model,
             prompts,
-            max_new_tokens=evaluate.sample_tokens,
-            stop_ids=stops,
+            max_new_tokens=limit,
+            stop_ids=read.stop_ids,
             decoding=Decoding(batch_tokens=batch_tokens),
             before_token=lambda: learner.check_interrupt(),  # set when training begins
         )
+        rights = measure.judge(asked, [done.ids for done in answers]) if measure else repeat(None)
         samples: list[Sample] = []
-        for own, done in zip(questions, answers, strict=True):
+        for own, done, right in zip(questions, answers, rights, strict=False):
             text = spell(done.ids).strip()
             fault = find_degeneration(text, ids=done.ids, ended=done.ended, question=own.text, reference=own.reference)
-            samples.append(Sample(step, own.document, own.prompt, own.text, text, own.reference, done.ended, fault))
+            fields = (own.document, own.prompt, own.text, text, own.reference, done.ended, right, fault)
+            samples.append(Sample(step, *fields))
         samples = mark_loops(samples)
-        for own in samples:
-            log.append(own.__dict__)
+        for index in spread_evenly(len(samples), evaluate.samples).tolist():
+            log.append(samples[index].__dict__)
         return samples
 
     return sample
+
+
+def _num_answers(parts: RunInputs) -> int:
+    """Return how many answers of each evaluation are judged."""
+    planned = parts.plan.answers
+    return planned.value if planned is not None else 0

@@ -280,7 +280,7 @@ class Checkpoints:
         return find_newest(self.folder, on_trouble=self._report, unread=self._was_verified)
 
     def best(self) -> Saved | None:
-        """Return the checkpoint with the best held-out loss, or None if it is damaged or there was no evaluation."""
+        """Return the best checkpoint, or None if it is damaged or checkpoints were not compared."""
         self.wait()
         return find_best(self.folder, on_trouble=self._report, unread=self._was_verified)
 
@@ -305,7 +305,9 @@ class Checkpoints:
         if spoiled := snapshot.not_finite():
             self._miss(f"{spoiled} is not finite", name)
             return
-        best = snapshot.step if is_best else self._best
+        # A run of an older version chose among its checkpoints on held-out rows; a resumed one forgets that choice.
+        is_known = snapshot.progress.get("best_step", 0) is not None
+        best = snapshot.step if is_best else self._best if is_known else None
         staged = self.folder / (name + STAGED)
         for attempt in range(1, _TRIES + 1):
             try:

@@ -149,7 +149,7 @@ class _Loop:
             except OutOfMemory as error:
                 ladder.step_down(groups, error)
         ladder.finish()
-        tokens, supervised = int(run.order.lengths[documents].sum()), sum(len(batch.rows) for batch in batches)
+        tokens, supervised = (sum(batch.num_tokens for batch in batches), sum(len(batch.rows) for batch in batches))
         run.progress.step += 1
         run.progress.tokens += tokens
         run.progress.supervised_tokens += supervised
@@ -210,7 +210,7 @@ class _Loop:
         self.slow_step.start("compiling")
 
     def evaluate(self) -> bool:
-        """Evaluate on the held-out rows, and return True if this is the best evaluation so far."""
+        """Evaluate, and return True if this is the best evaluation so far."""
         try:
             with self.run.learner.phases("evaluate"):
                 is_best = evaluate(self.run, self.healer)
@@ -252,7 +252,7 @@ def _finished(run: Run, problem: str) -> Ending:
     reason = f"finished all {count(run.plan.num_steps.value)} steps"
     if run.progress.step < run.plan.num_steps.value:
         patience = run.config.evaluate.patience
-        reason = f"stopped early: no better held-out loss in {patience} evaluations (`evaluate.patience`)"
+        reason = f"stopped early: no better checkpoint in {patience} evaluations (`evaluate.patience`)"
     if problem:
         reason = f"{reason}, but {problem}"
     trouble = run.checkpoints.trouble

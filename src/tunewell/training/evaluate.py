@@ -1,11 +1,15 @@
-"""Evaluation during training: held-out loss and sample answers, in smaller batches after an out-of-memory error."""
+"""Evaluation during training: loss and answers, in smaller batches after an out-of-memory error.
+
+Checkpoints are compared on the selection slice, by the right answers where the task has a measure, else by the loss.
+Without a slice, the held-out rows are only watched: they choose no checkpoint and end no training early.
+"""
 
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -18,16 +22,14 @@ from tunewell.machine.out_of_memory import OutOfMemory, free_memory, is_out_of_m
 from tunewell.records.plan import Chosen, write_plan
 from tunewell.training.events import Evaluated, Note, Sample
 from tunewell.training.healing import Healer
-from tunewell.training.run import Run
+from tunewell.training.run import Run, RunProgress
 from tunewell.training.step import TrainableModel
 
 _MIN_JUDGED = 2
 """Minimum number of degenerate sample answers of a broken model."""
-_MIN_READ = 8
-"""Number of held-out documents that are searched for questions, even if fewer are needed."""
 _SHORT_RUN_SHARE = 0.25
 """Largest cost of one evaluation, as a share of the training time, at which a short run has one before its end."""
-_EVALUATION_SHARE = 0.1
+_EVALUATION_SHARE = 0.05
 _SAVE_SECONDS = 300.0
 _MIN_EVALUATION_SECONDS = 2.0
 """Evaluations that take less than this in a whole run are never reduced."""
@@ -54,7 +56,7 @@ def is_evaluation_due(run: Run) -> bool:
 
 
 def limit_evaluations(run: Run) -> None:
-    """Evaluate and save less often if evaluations would take more than a tenth of the training time.
+    """Evaluate and save less often if evaluations would take more than a twentieth of the training time.
 
     This is decided once, when the first evaluation after step 0 is due: by then the cost of the one at step 0 and of a
     step are known. The new intervals are recorded in the plan, so that a resumed run uses them too.
@@ -133,7 +135,7 @@ def _change_plan(run: Run, changes: dict[str, Chosen[int]], note: str) -> None:
 
 
 def evaluate(run: Run, healer: Healer) -> bool:
-    """Evaluate on the held-out rows, and return True if this is the best evaluation so far (step 0 excluded).
+    """Evaluate, and return True if this is the best evaluation of a selection slice so far (step 0 excluded).
 
     Raises Interrupted if a signal arrives during the evaluation, which is then not recorded.
     """
@@ -143,15 +145,13 @@ def evaluate(run: Run, healer: Healer) -> bool:
     started = time.perf_counter()
     run.listener(Progress("testing on the held-out rows"))
     found = _loss_within_memory(run, healer)
-    samples = [] if found is None else _answers(run, healer)
+    answers = [] if found is None else _answers(run, healer)
     progress.last_look = progress.step
     if found is None:
         return False
-    is_best = math.isfinite(found.loss) and (progress.best_loss is None or found.loss < progress.best_loss)
-    if is_best:
-        progress.best_loss, progress.best_step = found.loss, progress.step
-    if math.isfinite(found.loss):  # a NaN does not count towards `evaluate.patience`
-        progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
+    judged = [sample.right for sample in answers if sample.right is not None]
+    is_best = run.is_selecting and _note_best(progress, found.loss, fmean(judged) if judged else None)
+    samples = [answers[index] for index in spread_evenly(len(answers), run.config.evaluate.samples).tolist()]
     seconds = time.perf_counter() - started
     num_faulty = _num_faulty(samples)
     is_judged = len(samples) >= _MIN_JUDGED
@@ -166,6 +166,8 @@ def evaluate(run: Run, healer: Healer) -> bool:
         samples=samples,
         are_degenerate=are_degenerate,
         num_faulty=num_faulty,
+        right=sum(judged) if judged else None,
+        judged=len(judged) or None,
     )
     if run.learner.world.is_first:
         numbers = {name: value for name, value in event.__dict__.items() if name != "samples"}
@@ -174,6 +176,18 @@ def evaluate(run: Run, healer: Healer) -> bool:
     healer.on_evaluation(event)
     run.seconds["look"] += seconds
     return is_best and progress.step > 0
+
+
+def _note_best(progress: RunProgress, loss: float, share: float | None) -> bool:
+    """Return True if this is the best evaluation so far, and note it. Equal shares of right answers: the lower loss."""
+    if not math.isfinite(loss):  # it does not count towards `evaluate.patience`
+        return False
+    before = -(progress.best_share or 0.0), math.inf if progress.best_loss is None else progress.best_loss
+    is_best = (-(share or 0.0), loss) < before
+    if is_best:
+        progress.best_share, progress.best_loss, progress.best_step = share, loss, progress.step
+    progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
+    return is_best
 
 
 def _loss_within_memory(run: Run, healer: Healer) -> HeldOutLoss | None:
@@ -200,7 +214,7 @@ def _loss_within_memory(run: Run, healer: Healer) -> HeldOutLoss | None:
 def _answers(run: Run, healer: Healer) -> list[Sample]:
     """Answer held-out questions on rank 0, and return them on all ranks; an empty list if not even one fits."""
     learner = run.learner
-    if not run.config.evaluate.samples:
+    if not run.config.evaluate.samples and not run.num_answers:
         return []
     with learner.phases("answers"):
         samples = _answer_in_batches(run, healer) if learner.world.is_first else []
@@ -264,50 +278,3 @@ def mark_loops(samples: list[Sample]) -> list[Sample]:
 
 def _num_faulty(samples: list[Sample]) -> int:
     return sum(sample.fault is not None for sample in samples)
-
-
-@dataclass(frozen=True)
-class Question:
-    """A held-out question with its reference answer."""
-
-    document: int
-    ids: list[int]
-    """Token ids of the prompt: all tokens before the first supervised one."""
-    reference_ids: list[int]
-    prompt: str
-    text: str
-    """The last message of the user before the reply."""
-    reference: str
-
-
-def prompt_and_reply(split: TokenizedDocuments, document: int) -> tuple[list[int], list[int]] | None:
-    """Return the token ids of the prompt and of the first reply, or None if a document has no prompt."""
-    ids, labels = split.arrays(document)
-    supervised = np.flatnonzero(labels != -100)
-    if not len(supervised) or supervised[0] <= 1:
-        return None
-    begin = int(supervised[0])
-    # With several turns, the reference is the first reply, up to the first unsupervised token.
-    gap = np.flatnonzero(labels[begin:] == -100)
-    end = begin + int(gap[0]) if len(gap) else len(ids)
-    return ids[:begin].tolist(), ids[begin:end].tolist()
-
-
-def questions_of(
-    split: TokenizedDocuments,
-    *,
-    number: int,
-    spell: Callable[[list[int]], str],
-    question_in: Callable[[str], str] = str.strip,
-) -> list[Question]:
-    """Return up to `number` held-out questions. Documents supervised from the first token have no question.
-
-    `question_in` returns the user's text in a decoded prompt: `ChatTemplate.question_in`.
-    """
-    documents = spread_evenly(len(split), max(number, _MIN_READ)).tolist()
-    found = [(document, *parts) for document in documents if (parts := prompt_and_reply(split, document)) is not None]
-    chosen = [found[index] for index in spread_evenly(len(found), number).tolist()]
-    return [
-        Question(document, ids, reference, prompt := spell(ids), question_in(prompt), spell(reference).strip())
-        for document, ids, reference in chosen
-    ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tunewell.core.progress import Progress
+from tunewell.core.units import count
 from tunewell.records.healing import HealingEntry
 from tunewell.records.plan import Plan
 from tunewell.records.report import Fault
@@ -78,13 +79,15 @@ class Sample:
     reference: str
     ended: bool
     """Whether the answer ended with a stop token within the token limit."""
+    right: bool | None = None
+    """Whether the answer is right; None if the task has no measure."""
     fault: Fault | None = None
     """Why the answer is degenerate: it is empty, loops or repeats the question. None if it is not."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation on the held-out rows."""
+    """One evaluation, on the selection slice or, without one, on the held-out rows."""
 
     step: int
     loss: float
@@ -98,6 +101,14 @@ class Evaluated:
     at step 0; None if there are fewer than two."""
     num_faulty: int = 0
     """Number of sample answers that are empty, loop or repeat the question."""
+    right: int | None = None
+    """Number of right answers to questions of the selection slice; None if the task has no measure."""
+    judged: int | None = None
+
+    @property
+    def right_words(self) -> str:
+        """The number of right answers: `61 of 75 right`; empty without a measure."""
+        return "" if self.right is None else f"{count(self.right)} of {count(self.judged or 0)} right"
 
 
 @dataclass(frozen=True)

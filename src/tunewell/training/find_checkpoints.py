@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tunewell.core.errors import UserError
+from tunewell.core.units import percent
 from tunewell.records.checkpoint import (
     CheckpointManifest,
     DamagedCheckpoint,
@@ -30,6 +31,16 @@ class Saved:
     def step(self) -> int:
         """Number of finished optimizer steps."""
         return self.manifest.step
+
+    @property
+    def why_best(self) -> str:
+        """By what this checkpoint is the best of its run."""
+        progress = self.manifest.progress
+        if "best_share" not in progress:  # written by an older version
+            return "the best by held-out loss"
+        share = progress["best_share"]
+        measure = "lowest loss" if share is None else f"most right answers, {percent(share, 0)}"
+        return f"the best on the selection slice: {measure}"
 
 
 def find_newest(
@@ -71,7 +82,7 @@ def find_best(
     on_trouble: Callable[[str], None],
     unread: Callable[[int, str], bool] = lambda step, file: False,
 ) -> Saved | None:
-    """Return the checkpoint with the best held-out loss, verified, or None if it is missing or damaged.
+    """Return the best checkpoint, verified, or None if it is missing or damaged, or none was compared.
 
     Only the size of a file is verified if `unread` returns True for its step and name.
     """

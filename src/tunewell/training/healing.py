@@ -7,7 +7,7 @@ from typing import Any
 
 from tunewell.core.progress import Progress
 from tunewell.core.text import shorten_line
-from tunewell.core.units import count
+from tunewell.core.units import count, percent
 from tunewell.models.load import not_finite_names
 from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.records.report import Fault
@@ -95,10 +95,13 @@ class Healer:
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Check the loss and the sample answers of an evaluation."""
+        best_share = self._run.progress.best_share or 0.0
         for finding in self.monitor.observe(StepMetrics(event.step, held_out_loss=event.loss)):
             words = finding.words
             if not math.isfinite(event.loss) and (broken := not_finite_names(self._run.learner.model)):
                 words += f" (weight `{broken[0]}`)"
+            if finding.name == "overfitting" and event.right_words:
+                words += f"; of the questions, {event.right_words} (best: {percent(best_share, 0)})"
             self._report(finding, "none", words)
         if self._last_record and (finding := self._held_out_divergence(event)):
             self._pending.append(([finding], self._last_record))

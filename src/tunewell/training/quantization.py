@@ -82,9 +82,9 @@ def require_known_layers(model: PreTrainedModel, keep: Iterable[str]) -> None:
 
 
 def _measure(model: PreTrainedModel, parts: "RunInputs") -> float:
-    """Return the mean loss of the model on some held-out documents, or on training documents if there are none."""
-    held_out = parts.corpus.held_out
-    documents: TokenizedDocuments = held_out if len(held_out) else parts.corpus
+    """Return the mean loss of the model on documents of the selection slice, or on training documents without one."""
+    selection = parts.corpus.selection
+    documents: TokenizedDocuments = selection if len(selection) else parts.corpus
     lengths = np.asarray(documents.index["length"], dtype=np.int64)
     number = max(1, int(_MEASURED_TOKENS.get(parts.plan.device.value.partition(":")[0], 4_096) / lengths.mean()))
     packed = PackedModel(

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,10 @@ class RunProgress:
     step: int = 0
     """Number of finished optimizer steps."""
     best_loss: float | None = None
+    """The loss of the best evaluation."""
     best_step: int | None = None
+    best_share: float | None = None
+    """The share of right answers of the best evaluation; None if checkpoints are compared by the loss."""
     looks_without_gain: int = 0
     """Number of evaluations since the best one."""
     last_look: int = -1
@@ -51,6 +54,7 @@ class Run:
     order: DataOrder
     documents: TokenizedDocuments
     held_out: TokenizedDocuments
+    """The rows that are evaluated: the selection slice, else the held-out rows."""
     checkpoints: Checkpoints
     events: EventLog
     samples: EventLog
@@ -61,6 +65,10 @@ class Run:
     """Reloads the initial weights of the model by name, including frozen ones."""
     ask: Callable[[int, int], list[Sample]] = lambda step, batch_tokens: []
     """Answers held-out questions; takes the step and the tokens per batch."""
+    num_answers: int = 0
+    """Answers of each evaluation that are right or wrong; 0 if checkpoints are compared by the loss."""
+    is_selecting: bool = True
+    """Whether evaluations choose the checkpoint and end training early: those of a selection slice do."""
     name_of: Callable[[int], str] = lambda document: f"document {document}"
     """Returns the source and row of a document."""
     about: RunContext = field(default_factory=RunContext)
@@ -124,6 +132,8 @@ def resume(run: Run, state: State) -> None:
     run.learner.optimizer.load_state(state.tensors[OPTIMIZER] if has_same_optimizer(run, state) else {})
     known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
     run.progress = RunProgress(**known)
+    if not run.is_selecting:  # an older version chose among checkpoints on held-out rows
+        run.progress.best_loss = run.progress.best_step = None
     if not run.healing.entries:  # `healing.jsonl` is never truncated, so it has more entries than the checkpoint
         for document, since in (state.progress.get("quarantine") or {}).items():
             run.healing.leave_out([int(document)], since=int(since))
@@ -176,7 +186,9 @@ def _initial_progress(run: Run) -> RunProgress:
     """Return the progress before the first step, including the evaluation at step 0."""
     for event in past_events(run, kind="held_out", until=0):
         if math.isfinite(loss := event["loss"]):
-            return RunProgress(best_loss=loss, best_step=0, last_look=0)
+            judged = event.get("judged")
+            found = RunProgress(best_loss=loss, best_step=0, best_share=event["right"] / judged if judged else None)
+            return replace(found if run.is_selecting else RunProgress(), last_look=0)
     return RunProgress()
 
 

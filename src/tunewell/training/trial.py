@@ -219,9 +219,10 @@ def _take_largest(run: Run, micro_tokens: int, *, known_tokens: int) -> dict[str
 
 def _forward(run: Run, corpus: Corpus) -> dict[str, Any]:
     """Return the seconds per token of an evaluation, and per generated token of sample answers."""
-    if not len(corpus.held_out):
+    evaluated = corpus.evaluated
+    if not len(evaluated):
         return {}
-    split = corpus.held_out.select(spread_evenly(len(corpus.held_out), _EVALUATED))
+    split = evaluated.select(spread_evenly(len(evaluated), _EVALUATED))
     budget = run.plan.micro_batch_tokens.value
     held_out_loss(run.learner, split, budget=budget, most=None)
     started = time.perf_counter()
@@ -234,7 +235,7 @@ def _forward(run: Run, corpus: Corpus) -> dict[str, Any]:
         samples = run.ask(0, 8192)
         seconds = time.perf_counter() - started
         # Reading the prompts is a forward pass; only the rest grows with the length of the answers.
-        prompts = sum(int((corpus.held_out.arrays(own.document)[1] == -100).sum()) for own in samples)
+        prompts = sum(int((evaluated.arrays(own.document)[1] == -100).sum()) for own in samples)
         reading = min(prompts * found["forward_token"], 0.9 * seconds)
         per_token = (seconds - reading) / run.config.evaluate.sample_tokens
         found |= {"answer_token": per_token, "answers": len(samples)}

@@ -208,7 +208,7 @@ def _sample(
     own = {**source.settings, "path": plain, "limit": min(limit or SAMPLE_ROWS, SAMPLE_ROWS)}
     tree = wanted.config.model_dump(exclude_unset=True)
     values = {
-        "data": {**tree["data"], "sources": [own], "held_out": 0.0, "index": None},
+        "data": {**tree["data"], "sources": [own], "held_out": 0.0, "selection": 0, "index": None},
         "template": {**tree.get("template", {}), "name": template},
         "packing": {**tree.get("packing", {}), "long_documents": "split"},
     }

@@ -29,6 +29,7 @@ from tunewell.runs.config import with_start
 
 _IN_JSON = {
     *("rows_read", "rows_in", "documents", "held_out", "pieces", "repeats", "dropped", "notes", "remarks", "warnings"),
+    *("selected", "selected_because"),
     *("near_duplicates", "secrets", "tokens", "boundary_tokens", "packing", "lengths", "sources", "corpus_sha256"),
 }
 """What `prepare --json` prints of the manifest."""

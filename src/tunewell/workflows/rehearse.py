@@ -116,7 +116,7 @@ def _forward_seconds(run: Run, rows: Split) -> float:
 def _use_rows(run: Run, corpus: Corpus, rows: Split, step_tokens: int) -> None:
     """Train on these rows and ask their questions; nothing is evaluated or saved."""
     keep_nothing(run)
-    run.documents, corpus.held_out = rows, rows
+    run.documents, corpus.selection = rows, rows
     run.name_of = lambda document: f"{rows[document].source} row {rows[document].row}"
     lengths = rows.index["length"].astype(np.int64)
     run.order = DataOrder(lengths, run.plan.seed, run.plan.corpus_sha256, batch_tokens=step_tokens)

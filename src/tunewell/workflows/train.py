@@ -32,7 +32,7 @@ from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan, Start, read_plan
 from tunewell.records.report import EXIT_NOT_VALIDATED
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
-from tunewell.runs.config import RunOptions, missing_rows, require_training_data, with_start
+from tunewell.runs.config import RunOptions, as_first_started, missing_rows, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Pulse
 from tunewell.runs.outcome import update_outcome, write_run_files
@@ -45,6 +45,7 @@ from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
 from tunewell.training.events import CheckedItem, Listener
 from tunewell.training.faults import parse_faults
+from tunewell.training.replay import add_replay
 from tunewell.training.run import Ending, Run
 from tunewell.training.step import StepHooks
 from tunewell.workflows.prepare import prepare
@@ -67,6 +68,8 @@ def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener =
 def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[LoadedConfig, Start | None]:
     """Check the config before anything is loaded. Return it with its base model, and the run from which it goes on."""
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
+    if options.is_resuming:
+        loaded = as_first_started(loaded)
     loaded, start = with_start(loaded)
     require_training_data(loaded, is_resuming=options.is_resuming)
     if loaded.config.track:
@@ -109,6 +112,7 @@ class Training:
                 with world.failing_together():
                     inputs, run = self.build(folder, corpus, plan, order)
                 require_same_settings(inputs, run)
+                add_replay(inputs, run)
                 tokens = run.progress.tokens
                 self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
                 folder.keep()
@@ -242,7 +246,8 @@ class Training:
         size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
         folder, keep = run.checkpoints.folder.parent, self.loaded.config.checkpoints.keep
         items = checklist(run.plan, corpus.manifest, self.device, folder=folder, checkpoint_bytes=size, keep=keep)
-        for message in [*settings_without_effect(self.loaded, len(corpus.held_out)), *warnings(items)]:
+        notes = settings_without_effect(self.loaded, corpus.manifest, is_selecting=run.is_selecting)
+        for message in [*notes, *warnings(items)]:
             self.recorder.note(message)
         return items
 

@@ -36,7 +36,8 @@ def trial_run(
         if isinstance(event, Progress) and event.stage != "saving a checkpoint":  # nothing of it is kept
             listener(event)
 
-    config = loaded.config.model_copy(update={"run": str((folder / "run").absolute())})
+    train = loaded.config.train.model_copy(update={"replay": 0.0})  # its answers would take longer than the trial
+    config = loaded.config.model_copy(update={"run": str((folder / "run").absolute()), "train": train})
     training = Training(replace(loaded, config=config), options, listen, start)
     if training.world.size > 1:
         raise UserError("steps on trial are taken in one process", fix="start it without `torchrun`")
@@ -46,6 +47,7 @@ def trial_run(
         else:
             training.prepare()
             corpus, plan, order = training.plan(opened)
+        plan = plan.model_copy(update={"answers": None})
         with training.process_settings(plan):
             _, run = training.build(opened, corpus, plan, order)
             yield training, corpus, run

@@ -98,7 +98,7 @@ def evaluation_set(
     sources = []
     for path, limit in map(split_limit, paths):
         sources.append(like | {"path": path if is_url(path) else str(Path(path).absolute()), "limit": limit})
-    changes = {"data": settings.model_dump() | {"sources": sources, "held_out": 0.0, "index": None}}
+    changes = {"data": settings.model_dump() | {"sources": sources, "held_out": 0.0, "selection": 0, "index": None}}
     with ExitStack() as stack:
         try:
             listen = with_stage(progress, f"reading {data}")

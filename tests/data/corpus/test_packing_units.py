@@ -24,6 +24,7 @@ def documents_of(learned: list[list[bool]]) -> Documents:
         tokens=np.arange(lengths.sum(), dtype=np.uint32),
         supervised=np.array([mark for document in learned for mark in document], dtype=bool),
         is_dropped=np.zeros(number, dtype=bool),
+        is_selected=np.zeros(number, dtype=bool),
     )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tunewell.scoring.answer_keys import AnswerKey
     from tunewell.workflows.inspect import Inspection
 
-_MIN_NAME, _COUNTS = 16, 44
+_MIN_NAME, _COUNTS, _CHOOSING = 8, 44, 11
 """Columns of the name of a source, and of the numbers beside it."""
 
 
@@ -117,16 +117,19 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
 
 
 def _source_table(manifest: "Manifest") -> str:
-    rows = [["source", "rows", "training", "testing", "dropped", ""]]
-    name_width = max(_MIN_NAME, width() - _COUNTS)
+    counted = [("training", "documents"), ("choosing", "selected"), ("testing", "held_out")]
+    counted = [(title, name) for title, name in counted if name != "selected" or manifest.selected]
+    rows = [["source", "rows", *(title for title, _ in counted), "dropped", ""]]
+    name_width = max(_MIN_NAME, width() - _COUNTS - (_CHOOSING if manifest.selected else 0))
     for source in manifest.sources:
         reasons = ", ".join(f"{count(number)} {reason}" for reason, number in source.dropped.items())
-        numbers = (source.rows, source.documents, source.held_out, sum(source.dropped.values()))
+        numbers = (source.rows, *(getattr(source, name) for _, name in counted), sum(source.dropped.values()))
         rows.append([ending(source.name, name_width), *map(count, numbers), reasons])
     if len(manifest.sources) > 1:
-        totals = (manifest.rows_in, manifest.documents, manifest.held_out, sum(manifest.dropped.values()))
+        kept = (getattr(manifest, name) for _, name in counted)
+        totals = (manifest.rows_in, *kept, sum(manifest.dropped.values()))
         rows.append(["all", *map(count, totals), ""])
-    return folded_table(rows, right=(1, 2, 3, 4))
+    return folded_table(rows, right=tuple(range(1, len(rows[0]) - 1)))
 
 
 def _key_rows(keys: "Sequence[AnswerKey]") -> list[list[str]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def command(
     model: RunArgument = None,
     data: Annotated[str | None, Option("Rows to test on instead of the run's held-out rows.")] = None,
-    checkpoint: Annotated[str, Option("`best` by held-out loss, `last`, or a step.")] = "best",
+    checkpoint: Annotated[str, Option("`best` on the selection slice, `last`, or a step.")] = "best",
     base: Annotated[str | None, Option("Base model, if the run or adapter does not name it.")] = None,
     template: Annotated[str | None, Option("Chat template, if the model has none.")] = None,
     device: Annotated[str, Option("Device: `cpu`, `cuda` or `mps`.")] = "auto",

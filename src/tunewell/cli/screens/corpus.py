@@ -25,6 +25,7 @@ def corpus_rows(manifest: "Manifest", *, folder: str | None, has_details: bool =
     rows = [
         ["rows", count(manifest.rows_in), f"format: {formats}; chat template: {templates}"],
         ["for training", count(manifest.documents), ""],
+        *([["for choosing", count(manifest.selected), manifest.selected_because]] if manifest.selected_because else []),
         ["for testing", count(manifest.held_out), manifest.too_few_to_judge or "held out: never trained on"],
         [
             "dropped",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tunewell.cli.render import bar_table, folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.config.extensions import METHODS
-from tunewell.core.units import count, duration, size_bytes
+from tunewell.core.units import count, duration, percent, size_bytes
 from tunewell.planning.fit import Rung
 from tunewell.planning.result import PlanResult
 from tunewell.records.prediction import Measurement, Prediction
@@ -83,6 +83,10 @@ def _rows(result: PlanResult) -> list[list[str]]:
         ],
         ["  by phase", ", ".join(f"{name} {duration(value)}" for name, value in seconds.phases.items())],
     ]
+    if plan.replay is not None:
+        rows.append(["replay", f"{percent(plan.replay.value, 0)} of the tokens: {plan.replay.because}"])
+    if plan.answers is not None:
+        rows.append(["answers", f"{count(plan.answers.value)} at each evaluation: {plan.answers.because}"])
     if result.cost is not None:
         rows.append(["cost", f"about {result.cost:,.2f} at {result.price:g} per hour"])
     if prediction.disk is not None:

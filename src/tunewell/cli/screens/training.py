@@ -147,7 +147,8 @@ class LogLines(_RunScreen):
 
     def _write_evaluation(self, event: Evaluated) -> None:
         found = f"{count(event.documents, 'row')} in {duration(event.seconds)}"
-        best = "" if not event.is_best else "the best so far, " if event.step else "before training, "
+        best = "" if not event.is_best else "the best so far" if event.step else "before training"
+        best = "".join(f"{part}, " for part in (event.right_words, best) if part)
         # Aligned with the held-out column of the step lines.
         self._write(
             f"{self._step_label(event.step)}{' ' * _LOSS_CHARS}  held-out {format_loss(event.loss):>6}  {best}{found}"

@@ -124,10 +124,12 @@ def _held_out(run: RunState) -> list[Row]:
     if not run.held_out.step:
         details = ("before training",)
     elif best is not None and best.step == run.held_out.step:
-        details = (f"at step {count(best.step)}, the best so far", "the best so far")
+        right = f"{best.right_words}, " if best.right_words else ""
+        details = (f"{right}at step {count(best.step)}, the best so far", f"{right}the best so far")
     elif best is not None:
-        lowest = f"best {format_loss(best.loss)}"
-        details = (f"at step {count(run.held_out.step)}; {lowest} at step {count(best.step)}", lowest)
+        now, lowest = run.held_out.right_words, f"best {best.right_words or format_loss(best.loss)}"
+        at = f"{now}, at step" if now else "at step"
+        details = (f"{at} {count(run.held_out.step)}; {lowest} at step {count(best.step)}", lowest)
     return [Row("held-out", format_loss(run.held_out.loss), details)]
 
 

@@ -1,9 +1,10 @@
-"""Collect tokenized blocks into one set of documents: drop duplicates, choose held-out rows, count every row.
+"""Collect tokenized blocks into one set of documents: drop duplicates, choose held-out and selected rows, count all.
 
 The tokens and statistics of each document are appended to staging files, which are memory-mapped afterwards. Memory use
 does not grow with the number of rows.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -19,9 +20,10 @@ from tunewell.config.schema import Data
 from tunewell.core.arrays import Bools, Bytes, Hashes, Ints, SmallInts, TokenIds
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, percent
-from tunewell.data.corpus.held_out import choose_auto, choose_share
+from tunewell.data.corpus.held_out import choose_auto, choose_selected, choose_share, num_selected
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
 from tunewell.records.manifest import ANSWERS, DROPPED, SECRETS, SourceRecord, unknown_remark
+from tunewell.records.plan import Chosen
 
 SAMPLE_ROWS = 1000
 _MAX_SECRET_ROWS = 1000
@@ -31,6 +33,8 @@ _PHRASE_ROWS, _PHRASE_SHARE, _MOST = 20, 0.01, 0.5
 """A held-out question that is a turn of more rows than the first two, or of most rows, is a phrase, such as `Hello`,
 and reveals no answer."""
 _TWO_64 = float(2**64)
+_POOL = 20_000
+"""Rows among which those of the selection slice are chosen: the ones whose questions have the highest hashes."""
 _COLUMNS = {
     "tokens": "<u4",
     "supervised": "?",
@@ -53,7 +57,7 @@ Digests = Hashes
 
 @dataclass
 class SourceLedger:
-    """The row counts of one source: documents, held out, dropped."""
+    """The row counts of one source: documents, selected, held out, dropped."""
 
     name: str
     sha256: str
@@ -61,6 +65,7 @@ class SourceLedger:
     rows: int = 0
     documents: int = 0
     held_out: int = 0
+    selected: int = 0
     dropped: Counter[str] = field(default_factory=Counter[str])
     formats: Counter[str] = field(default_factory=Counter[str])
     unused: Counter[str] = field(default_factory=Counter[str])
@@ -70,8 +75,8 @@ class SourceLedger:
     """The first dropped row of each reason, with its details."""
 
     def is_balanced(self) -> bool:
-        """Return True if every row is counted as a document, as held out or as dropped."""
-        return self.rows == self.documents + self.held_out + sum(self.dropped.values())
+        """Return True if every row is counted as a document, as selected, as held out or as dropped."""
+        return self.rows == self.documents + self.selected + self.held_out + sum(self.dropped.values())
 
     def record(self) -> SourceRecord:
         """Return the record of the source in the manifest."""
@@ -81,7 +86,7 @@ class SourceLedger:
 
 @dataclass
 class Documents:
-    """The statistics and tokens of all documents. All arrays except `is_dropped` are memory-mapped."""
+    """The statistics and tokens of all documents. All arrays but `is_dropped` and `is_selected` are memory-mapped."""
 
     lengths: SmallInts
     begins: Ints
@@ -96,6 +101,8 @@ class Documents:
     tokens: TokenIds
     supervised: Bools
     is_dropped: Bools
+    is_selected: Bools
+    """Whether each document is in the selection slice."""
     turn: Hashes = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     """Hashes of the other questions of conversations with several turns."""
     turn_of: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -107,7 +114,7 @@ class Documents:
     @property
     def is_trained(self) -> Bools:
         """Whether each document is trained on."""
-        return ~self.is_held_out & ~self.is_dropped
+        return ~self.is_held_out & ~self.is_selected & ~self.is_dropped
 
     @property
     def is_tested(self) -> Bools:
@@ -274,7 +281,8 @@ class Assembly:
         for file in self._files.values():
             file.close()
         columns: dict[str, Any] = {name: self._map(name) for name in _COLUMNS}
-        documents = self.documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
+        is_dropped, is_selected = np.zeros((2, len(columns["lengths"])), dtype=bool)
+        documents = self.documents = Documents(**columns, is_dropped=is_dropped, is_selected=is_selected)
         drops_answers = self._clean.answer_in_held_out == "drop"
         # Held-out rows are chosen by their question, so that equal questions are never in both splits.
         asked = documents.question[:, 0]
@@ -316,6 +324,29 @@ class Assembly:
             self.drop_document(index, "answer_in_held_out", "one of its turns is a held-out question")
         if num_kept := len(np.setdiff1d(turn_of, dropped)):
             self.notes["held_out_phrases"] = num_kept
+
+    def take_selection(self, setting: float | str) -> Chosen[int]:
+        """Take the selection slice out of the training rows, and return its size. No row may be dropped afterwards."""
+        documents = self.documents
+        trained, asked = np.flatnonzero(documents.is_trained), documents.question[:, 0]
+        wanted = num_selected(setting, len(trained))
+        pool = trained[np.argsort(asked[trained], kind="stable")[-_POOL:]]
+        if not wanted.value or not len(pool):
+            return wanted
+        replies = np.asarray([self._reply_hash(index) for index in pool.tolist()], dtype=np.uint64)
+        chosen = pool[choose_selected(asked[pool], replies, wanted.value)]
+        documents.is_selected = documents.is_trained & np.isin(asked, asked[chosen])
+        for index, number in enumerate(np.bincount(documents.source[documents.is_selected], minlength=1).tolist()):
+            self.sources[index].selected += number
+            self.sources[index].documents -= number
+        return Chosen(int(documents.is_selected.sum()), because=wanted.because)
+
+    def _reply_hash(self, index: int) -> int:
+        """Return a hash of the supervised tokens of a document."""
+        begin = int(self.documents.begins[index])
+        end = begin + int(self.documents.lengths[index])
+        supervised = self.documents.tokens[begin:end][self.documents.supervised[begin:end]]
+        return int.from_bytes(hashlib.blake2b(supervised.tobytes(), digest_size=8).digest(), "little")
 
     def _hold_out(self, questions: Hashes) -> None:
         """Hold out the rows with these questions and no others, and count them in the ledger."""

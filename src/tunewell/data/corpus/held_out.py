@@ -8,16 +8,21 @@ rows, and tops them up to 20 with the next ones, but holds out at most a quarter
 
 Without the second part, few rows could not be judged. If it were not kept, a later model would be trained on questions
 on which an earlier one was tested, and their scores could not be compared.
+
+The *selection slice* is taken out of the other rows: checkpoints are chosen on it, and never on held-out questions. Its
+questions have the highest hashes, so that rows which are added later do not move it into the held-out questions.
 """
 
 from pathlib import Path
 
 import numpy as np
 
-from tunewell.core.arrays import Hashes
+from tunewell.core.arrays import Bools, Hashes
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
+from tunewell.core.units import count, percent
 from tunewell.records.manifest import QUESTIONS, read_manifest
+from tunewell.records.plan import Chosen
 
 MIN_AUTO = 20
 """Questions that `auto` holds out of 80 to 400: a share of right answers among 20 has a standard error of at most 11
@@ -25,6 +30,9 @@ percentage points."""
 AUTO_SHARE, MAX_AUTO_SHARE = 0.05, 0.25
 _MIN_OF_SHARE = 2
 """Questions that a share holds out of a small data set, if it has at least eight."""
+MIN_SELECTION, MAX_SELECTION, SELECTION_SHARE = 20, 200, 0.05
+"""Rows that `data.selection: auto` takes. With fewer than 20, the standard error of a share is over 11 percentage
+points, so that checkpoints cannot be compared. With 200 it is 3 points, and an evaluation reads no more rows."""
 _TWO_64 = float(2**64)
 
 
@@ -51,6 +59,37 @@ def choose_share(questions: Hashes, share: float) -> Hashes:
     chosen = int((questions / _TWO_64 < share).sum())
     number = min(max(chosen, min(_MIN_OF_SHARE, len(questions) // 4)), len(questions) // 2)
     return questions[:number]
+
+
+def num_selected(setting: float | str, num_rows: int) -> Chosen[int]:
+    """Return how many of the training rows `data.selection` takes, with the reason."""
+    if isinstance(setting, str):
+        number, share = round(num_rows * SELECTION_SHARE), f"{percent(SELECTION_SHARE, 0)} of {count(num_rows, 'row')}"
+        if number < MIN_SELECTION:
+            because = f"{share} are fewer than {MIN_SELECTION}, too few to compare checkpoints: the last one is used"
+            return Chosen(0, because=because)
+        return Chosen(min(number, MAX_SELECTION), because=f"{share}, at most {MAX_SELECTION}, to compare checkpoints")
+    number = min(round(num_rows * setting if setting < 1 else setting), num_rows // 2)
+    return Chosen(number, because="set by `data.selection`" + ("" if number else ": the last checkpoint is used"))
+
+
+def choose_selected(questions: Hashes, replies: Hashes, number: int) -> Bools:
+    """Return which rows are selected: about `number`, with all rows of a question, and each reply with its share.
+
+    The rows of a reply are ordered by the hashes of their questions, and one of every N is taken, from a start that
+    depends on the hash of the reply.
+    """
+    asked, first, sizes = np.unique(questions, return_index=True, return_counts=True)
+    said = replies[first]
+    order = np.lexsort((~asked, said))
+    begins = np.flatnonzero(np.diff(said[order], prepend=~said[order[:1]]))
+    in_group = np.diff(np.append(begins, len(order)))
+    rank = np.arange(len(order)) - np.repeat(begins, in_group)
+    place = (rank + said[order] / _TWO_64) / np.repeat(in_group, in_group)
+    order = order[np.argsort(place, kind="stable")]
+    order = order[sizes[order] <= max(1, number // 4)]  # no question fills the slice
+    chosen = order[np.cumsum(sizes[order]) <= number]
+    return np.isin(questions, asked[chosen])
 
 
 def write_questions(corpus: Path, questions: Hashes) -> None:

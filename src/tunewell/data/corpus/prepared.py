@@ -75,7 +75,8 @@ class PreparedPart:
 
     def _places(self) -> Iterator[tuple[Split, int]]:
         """Yield the split and the index of every document, sorted by row; of copies only the first."""
-        splits = [split for split in (self.corpus, self.corpus.held_out) if len(split)]
+        corpus = self.corpus
+        splits = [split for split in (corpus, corpus.selection, corpus.held_out) if len(split)]
         own = [np.flatnonzero(split.index["source"] == self.number) for split in splits]
         row, piece = (
             np.concatenate([split.index[name][some] for split, some in zip(splits, own, strict=True)])

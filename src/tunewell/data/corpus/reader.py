@@ -170,7 +170,7 @@ _PADDED_COLUMNS = {"input_ids": "int32", "attention_mask": "int8", "labels": "in
 def _padded_rows(folder: str, length: int, version: str) -> Iterator[dict[str, npt.NDArray[Any]]]:
     """Yield each document of a split with padding at its end: id 0, attention 0, label -100."""
     corpus = open_corpus(Path(folder).parent)
-    split = corpus.held_out if Path(folder).name == "held_out" else corpus
+    split: Split = getattr(corpus, Path(folder).name, corpus)
     for index in range(len(split)):
         ids, labels = split.arrays(index)
         rest = (0, length - len(ids))
@@ -182,7 +182,7 @@ def _padded_rows(folder: str, length: int, version: str) -> Iterator[dict[str, n
 
 
 class Corpus(Split):
-    """A corpus: its training documents, the `held_out` split and the manifest."""
+    """A corpus: its training documents, the splits `selection` and `held_out`, and the manifest."""
 
     def __init__(self, folder: Path) -> None:
         stamp = _stamp(folder)
@@ -195,7 +195,14 @@ class Corpus(Split):
 
         sources = [source.name for source in self.manifest.sources]
         super().__init__(folder / "train", self.manifest.splits.get("train"), sources, check)
+        self.selection = Split(folder / "selection", self.manifest.splits.get("selection"), sources, check)
+        """Rows taken out of the training rows, on which checkpoints are chosen."""
         self.held_out = Split(folder / "held_out", self.manifest.splits.get("held_out"), sources, check)
+
+    @property
+    def evaluated(self) -> Split:
+        """The rows that are evaluated during training: the selection slice, else the held-out rows."""
+        return self.selection if len(self.selection) else self.held_out
 
     def near_pairs(self) -> list[NearPair]:
         """Return the near duplicates that `prepare` listed, at most 1,000 of each kind."""
@@ -245,6 +252,7 @@ def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = Fal
     if in_memory:
         corpus.load_in_memory()
         corpus.held_out.load_in_memory()
+        corpus.selection.load_in_memory()
     return corpus
 
 

@@ -57,10 +57,11 @@ def make_manifest(
     units, packing, train = splits["train"]
     sources, ledger = assembly.sources, Counter[str]()
     for source in sources:
-        ledger.update(rows=source.rows, documents=source.documents, held_out=source.held_out)
+        ledger.update(rows=source.rows, documents=source.documents, held_out=source.held_out, selected=source.selected)
     pieces = sum(written.num_pieces for written, _, _ in splits.values())
     in_splits = sum(record.documents for _, _, record in splits.values())
-    is_complete = ledger["documents"] + ledger["held_out"] + pieces + units.num_repeats == in_splits
+    in_ledger = ledger["documents"] + ledger["selected"] + ledger["held_out"]
+    is_complete = in_ledger + pieces + units.num_repeats == in_splits
     if not is_complete or not all(source.is_balanced() for source in sources):
         raise RuntimeError("the ledger is not balanced: rows in and rows out differ")
     documents = assembly.documents

@@ -78,13 +78,16 @@ class CorpusViews:
 
     def document(self, index: int, *, is_held_out: bool = False) -> DocumentView:
         """Return a document of the training split or of the held-out split."""
-        document = self._split(is_held_out)[index]
+        return self._view(self._split(is_held_out), index)
+
+    def _view(self, split: Split, index: int) -> DocumentView:
+        document = split[index]
         texts = (joined_texts if self.is_joined else token_texts)(self.tokenizer, document.input_ids)
         tokens = [
             TokenView(token, text, label != -100)
             for token, text, label in zip(document.input_ids, texts, document.labels, strict=True)
         ]
-        return DocumentView(index, document.source, document.row, tokens, is_held_out)
+        return DocumentView(index, document.source, document.row, tokens, split is self.corpus.held_out)
 
     def replies(self, num_documents: int, *, is_held_out: bool = False) -> list[tuple[str, str, Document]]:
         """Return the prompt and the first supervised reply of documents that are spread evenly over a split."""
@@ -102,9 +105,9 @@ class CorpusViews:
 
     def find(self, source: str, row: int) -> DocumentView | None:
         """Return the first document of a row, or None if the row was dropped."""
-        for is_held_out in (False, True):
-            if (index := self._split(is_held_out).find(source, row)) is not None:
-                return self.document(index, is_held_out=is_held_out)
+        for split in (self.corpus, self.corpus.selection, self.corpus.held_out):
+            if (index := split.find(source, row)) is not None:
+                return self._view(split, index)
         return None
 
     def pairs(self, num_shown: int) -> list[PairView]:

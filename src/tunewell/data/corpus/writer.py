@@ -262,10 +262,12 @@ class CorpusWriter:
         context = choose_context_length(self._longest(), spec.packing.context_length, spec.context_limit)
         self._apply_length_policy(context)
         self._require_training_data()
+        selected = self.assembly.take_selection(spec.data.selection)
         mix = self._mix()
         self._require_held_out_rows()
         units = {
             "train": self._units(documents.is_trained, context, mix),
+            "selection": self._units(documents.is_selected, context, None),
             "held_out": self._units(documents.is_tested, context, None),
         }
         self.space.tokens = sum(int(some.length.sum(dtype=np.int64)) for some in units.values())
@@ -290,7 +292,7 @@ class CorpusWriter:
         spec.save_tokenizer(self._corpus / "tokenizer")
         manifest = make_manifest(
             spec, self.assembly, splits=splits, context=context, mix=mix, near_duplicates=near_duplicates
-        )
+        ).model_copy(update={"selected": selected.value, "selected_because": selected.because})
         (self._corpus / "README.md").write_text(data_card(manifest), encoding="utf-8")
         manifest = self._with_files(manifest)
         sync_tree(self._corpus)

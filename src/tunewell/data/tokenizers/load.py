@@ -1,7 +1,7 @@
 """Load the tokenizer of a model without torch or transformers, with the ids of transformers or llama.cpp."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from tunewell.data.tokenizers.loaded import AddedTokenInfo, LoadedTokenizer
 from tunewell.data.tokenizers.parts import byte_alphabet, prepend_bos
 from tunewell.data.tokenizers.sentencepiece import read_model
 from tunewell.model_files.files import ModelFiles, locate
+from tunewell.records.manifest import Manifest
 
 __all__ = ["AddedTokenInfo", "LoadedTokenizer", "joined_texts", "load_tokenizer", "token_texts"]
 
@@ -99,3 +100,14 @@ def _read_token(tokenizer: LoadedTokenizer, token: int) -> tuple[str, bytes | No
 
 
 _BYTE_OF = {character: byte for byte, character in byte_alphabet().items()}
+
+
+def corpus_stop_ids(tokenizer: LoadedTokenizer, manifest: Manifest) -> list[int]:
+    """Return the stop tokens of a corpus: the end-of-turn token of each chat template, and the EOS token."""
+    return stop_token_ids(tokenizer, (template.end_of_turn for template in manifest.templates))
+
+
+def stop_token_ids(tokenizer: LoadedTokenizer, ends: Iterable[str]) -> list[int]:
+    """Return the ids of the EOS token and of those end-of-turn markers that are single tokens."""
+    texts = {*ends, tokenizer.special_tokens.get("eos_token", "")} - {""}
+    return sorted({number for text in texts if (number := tokenizer.backend.token_to_id(text)) is not None})

@@ -136,8 +136,9 @@ def _rows(report: Report) -> list[str]:
     if counts is None:
         return []
     dropped = sum(counts.dropped.values())
-    end = "" if counts.rows == counts.documents + counts.held_out + dropped else " **Rows are missing.**"
-    used = f"{count(counts.documents)} used for training + {count(counts.held_out)} held out"
+    end = "" if counts.rows == counts.total else " **Rows are missing.**"
+    selected = f" + {count(counts.selected)} for choosing checkpoints" if counts.selected else ""
+    used = f"{count(counts.documents)} used for training{selected} + {count(counts.held_out)} held out"
     return [f"Data: {count(counts.rows, 'row')} = {used} + {count(dropped)} dropped.{end}"]
 
 

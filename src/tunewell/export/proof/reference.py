@@ -37,7 +37,7 @@ from tunewell.inference.runtime import last_logits
 from tunewell.models.base_content import read_content
 from tunewell.records.manifest import read_manifest
 from tunewell.records.parity import PROOF_FILES, Artefact, PlainText, Proof, ProofProbe, ProofQuestion, TrainedFacts
-from tunewell.training.evaluate import questions_of
+from tunewell.scoring.questions import questions_of
 
 ANSWER_TOKENS = 48
 _MAX_QUESTIONS = 8

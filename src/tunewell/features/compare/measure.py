@@ -19,7 +19,7 @@ from tunewell.inference.model_ref import ModelRef
 from tunewell.scoring.answer_keys import AnswerKey
 from tunewell.scoring.base import Score
 from tunewell.scoring.matching import match
-from tunewell.training.evaluate import questions_of
+from tunewell.scoring.questions import questions_of
 
 _MIN_ANSWER_TOKENS = 64
 
