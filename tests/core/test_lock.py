@@ -115,7 +115,7 @@ def test_without_locks_an_owner_on_another_machine_is_respected(tmp_path, no_loc
     assert "on elsewhere, since" in (caught.value.where or "")
 
 
-@pytest.mark.parametrize("text", ["", "123\n", "{", '{"pid": 1}', "\x00\x00"])
+@pytest.mark.parametrize("text", ["", "{", '{"pid": 1}', "\x00\x00"])
 def test_a_lock_file_that_says_nothing_is_free(tmp_path, no_locks, text):
     """Its owner died while writing it, or an older version wrote it."""
     (tmp_path / ".lock").write_text(text, encoding="latin-1")

@@ -17,10 +17,15 @@ from tunewell.data.sources.recognise import recognise
 from tunewell.data.tokenizers.load import load_tokenizer
 
 
+def num_placed(ledger: dict) -> int:
+    """Return the number of rows that a ledger accounts for."""
+    return sum(ledger[use] for use in ("documents", "selected", "held_out")) + sum(ledger["dropped"].values())
+
+
 def prepared(folder: Path, model: Path, data: str, *sets: str) -> dict:
     """Prepare a file without held-out rows, and check that the ledger closes."""
     report = prepare(folder, model, data, sets=["data.held_out=0.0", *sets])
-    assert report["rows_in"] == report["documents"] + report["held_out"] + sum(report["dropped"].values())
+    assert report["rows_in"] == num_placed(report)
     return report
 
 
@@ -540,11 +545,11 @@ def test_trees_and_three_other_shapes_in_one_config_close_the_ledger(tiny_model,
     write_jsonl(tmp_path / "math.jsonl", math)
     sets = [f"data.sources[0].paths={paths}", "packing.long_documents=split"]
     report = prepare(tmp_path, tiny_model, trees_file, "alpaca.jsonl", "dolly.jsonl", "math.jsonl", sets=sets)
-    assert report["rows_in"] == report["documents"] + report["held_out"] + sum(report["dropped"].values())
+    assert report["rows_in"] == num_placed(report)
     formats = [list(source["formats"]) for source in report["sources"]]
     assert formats == [["openassistant"], ["alpaca"], ["dolly"], ["question_answer"]]
     for entry in report["sources"]:
-        assert entry["rows"] == entry["documents"] + entry["held_out"] + sum(entry["dropped"].values())
+        assert entry["rows"] == num_placed(entry)
     num_trees = report["sources"][0]["rows"]
     assert num_trees == 100 if paths == "best" else num_trees > 400
     assert "`dolly.jsonl`: unused columns: `category`" in report["remarks"]

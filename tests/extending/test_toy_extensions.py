@@ -57,7 +57,7 @@ def _settings(tokenizer: Path, **more: object) -> dict[str, object]:
 def test_a_toy_method_trains_saves_and_resumes(tiny_model: Path) -> None:
     """A method that needs changes outside its file is not an extension."""
     METHODS.add(NORMS)
-    settings = _settings(tiny_model, method={"kind": "norms"})
+    settings = _settings(tiny_model, method={"kind": "norms"}, checkpoints={"every_steps": 1})
     rows = [row(number) for number in range(30)]
     result = tunewell.train(settings, data=rows, out="run", progress=False)
     assert result.status == "finished"

@@ -25,6 +25,7 @@ _SETTINGS = [
     "device=cpu",
     "seed=7",
     "method.rank=4",
+    "method.alpha=32",
     "method.dropout=0.1",
     "train.max_steps=40",
     "train.batch_documents=4",

@@ -40,7 +40,7 @@ PLUGINS = {name: plugin for name, plugin in plugin_commands().items() if name no
 
 _FIRST = ("train", "chat", "export", "index", "ask", "compare", "doctor")
 _OTHERS = {
-    "your rows": "models init inspect prepare",
+    "your rows": "demo models init inspect prepare",
     "runs": "plan validate runs sweep profile track",
     "share": "verify push serve notebook",
     "look up": "diagnose explain glossary schema cache",

@@ -2,15 +2,16 @@
 
 import json
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from tunewell.config.rules import Storage
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Message, Rejected
 from tunewell.data.rows.formats import Converter
-from tunewell.data.sources.base import find_files
+from tunewell.data.sources.base import SourceOptions, find_files
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 
 _HERE = Path()
@@ -29,7 +30,7 @@ class Question:
     """Number of replies in the conversation."""
 
 
-def read_questions(rows: str | SourceConfig, *, base: Path = _HERE) -> list[Question]:
+def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Storage | None = None) -> list[Question]:
     """Return the first question of each row with its answer; raise UserError if no row has one.
 
     `rows` is a path, or a source of a config with its column names; paths are relative to `base`.
@@ -43,9 +44,13 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE) -> list[Ques
         encoding=source.encoding,
         limit=source.limit,
         format=source.format,
+        paths=source.paths,
+        assistant=source.assistant,
+        gap_hours=source.gap_hours,
         separator=source.separator,
     )
-    for row in parsed_rows(find_files(path, base=base), read):
+    options = SourceOptions(storage or Storage(), source.config, source.split, has_limit=source.limit is not None)
+    for row in islice(parsed_rows(find_files(path, base=base, options=options), read), source.limit):
         try:
             conversation = converter.convert(row)[0]
         except Rejected:

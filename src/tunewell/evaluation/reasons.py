@@ -179,7 +179,7 @@ def _below_minimum(measured: Measurements, score: str, example: str | None) -> I
             what=f"{count(known.right)} of {count(known.judged)} right where a training row asks nearly alike, but "
             f"{count(new.right)} of {count(new.judged)} of the other {noun} (minimum: {percent(least, 0)}).",
             example=quote_answer(next(one for one in others if not one.tuned.right), with_reference=True),
-            next="Add rows that ask in other words. The report shows the score without near duplicates.",
+            next="Add rows to `data.sources` that ask in other words; the report has the score without near copies.",
         )
 
 

@@ -180,7 +180,7 @@ def task_of_rows(config: Config, formats: Sequence[str], num_documents: int, *, 
     source = config.data.sources[0]
     limit = min(source.limit or _TASK_ROWS, _TASK_ROWS)
     try:
-        found = read_questions(source.model_copy(update={"limit": limit}), base=base)
+        found = read_questions(source.model_copy(update={"limit": limit}), base=base, storage=config.storage)
     except UserError:
         found = []
     rows = [ReferenceRow(one.text, one.reference, one.answers, num_replies=one.num_replies) for one in found]

@@ -240,7 +240,11 @@ def test_the_page_of_a_row_file_is_all_that_is_written(folder, tiny_model, capsy
     before = {path for path in folder.rglob("*") if path.is_file()}
     capsys.readouterr()
     assert main(["inspect", "rows.jsonl", "--model", str(tiny_model), "--html", "new.html", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"page": "new.html", "bytes": (folder / "new.html").stat().st_size}
+    assert json.loads(capsys.readouterr().out) == {
+        "format_version": 1,
+        "page": "new.html",
+        "bytes": (folder / "new.html").stat().st_size,
+    }
     assert {path for path in folder.rglob("*") if path.is_file()} - before == {folder / "new.html"}
     assert "an answer" in (folder / "new.html").read_text(encoding="utf-8")
 

@@ -9,6 +9,7 @@ import pytest
 
 from corpora import prepare_in, row, write_rows
 from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_text, stable_json
 from tunewell.data.corpus.held_out import choose_selected, num_selected
 from tunewell.data.corpus.reader import Split, open_corpus
 from tunewell.records.manifest import read_manifest
@@ -130,7 +131,7 @@ def test_a_corpus_of_an_older_version_has_no_slice(tiny_model: Path, tmp_path: P
         record.pop(name, None)
     for source in record["sources"]:
         source.pop("selected")
-    path.write_text(json.dumps(record))
+    path.write_text(stable_json(record | {"sha256": sha256_text(stable_json(record))}))
     assert read_manifest(path.parent).selected == 0 and len(open_corpus(path.parent).selection) == 0
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tunewell.cli.main import main
 from tunewell.features.demo import command as demo
+from tunewell.machine import facts
 
 FOLDER = Path(demo.__file__).parent
 
@@ -34,7 +35,7 @@ def test_nothing_is_fetched_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a terminal and without `--yes`, a download of 94 MB would be hidden."""
-    monkeypatch.setattr(demo, "installed_versions", lambda _: {})
+    monkeypatch.setattr(facts, "installed_versions", lambda _: {})
     monkeypatch.setattr(demo.child, "run", lambda *_: pytest.fail("something was started"))
     assert main(["demo", "--out", str(tmp_path / "demo")]) == 2
     assert "94 MB" in (shown := capsys.readouterr().err)

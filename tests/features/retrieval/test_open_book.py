@@ -116,7 +116,7 @@ def test_train_with_an_index_prepares_rows_with_passages(tmp_path, monkeypatch, 
     assert main(["prepare", *rows, "--json"]) == 0
     corpus = open_corpus(tmp_path / "corpus")
     written = [json.loads(line) for line in Path("corpus-rows/train.jsonl").read_text().splitlines()]
-    assert len(corpus) == len(written) and len(corpus.held_out)
+    assert len(corpus) + len(corpus.selection) == len(written) and len(corpus.held_out)
     assert any(remark.startswith("open book: ") for remark in corpus.manifest.remarks)
     capsys.readouterr()
     assert main(["prepare", *rows, "--json"]) == 0

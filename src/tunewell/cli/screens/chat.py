@@ -23,7 +23,6 @@ from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError, close_names, did_you_mean
 from tunewell.core.files import read_data
 from tunewell.core.units import count
-from tunewell.runs.state import StoredRun
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -113,8 +112,6 @@ def print_header(
         lines.append(f"trained from {one_line(ref.started_from)}" + (", which also answers" if with_base else ""))
     lines += [f"{report.verdict}: {report.summary}"] if report is not None else []
     lines.append(f"{template}; {options_text(chat)}; {model.precision} on {model.device.name}{runtime}")
-    if ref.kind == "run" and ref.path is not None and (verdict := StoredRun(ref.path).verdict):
-        lines.append(f"verdict: {verdict}")
     lines += [f"answers from {retrieval.summary}"] if retrieval is not None else []
     lines += [f"note: {one_line(note)}" for note in model.notes]
     print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))

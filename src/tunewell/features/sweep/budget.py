@@ -78,14 +78,15 @@ def selection_sets(corpus: Path, out: Path) -> list[str]:
     The rows that the corpus holds out are left out of the copy, so that no run and no choice has seen them.
     """
     rows, manifest = out / "rows", read_manifest(corpus)
-    shutil.copytree(corpus, rows, ignore=lambda folder, names: {"held_out"} & {*names})
-    files = {name: own for name, own in manifest.files.items() if not name.startswith("held_out/")}
+    shutil.copytree(corpus, rows, ignore=lambda folder, names: {"held_out", "selection"} & {*names})
+    files = {name: own for name, own in manifest.files.items() if not name.startswith(("held_out/", "selection/"))}
     splits = {"train": manifest.splits["train"]}
-    write_manifest(rows, manifest.model_copy(update={"files": files, "splits": splits, "held_out": 0}))
+    write_manifest(rows, manifest.model_copy(update={"files": files, "splits": splits, "held_out": 0, "selected": 0}))
     share = min(max(_JUDGED / splits["train"].documents, 0.1), 0.25)
     held_out = f"{share:.3f}" if splits["train"].documents >= _JUDGED else "auto"  # chance may choose two of a few
     sets = as_sets(corpus=out / "corpus", **{"data.sources": rows.resolve()})
-    return [*sets, f"data.held_out={held_out}", f"verdict={{after_training: true, questions: {2 * _JUDGED}}}"]
+    sets += [f"data.held_out={held_out}", "data.selection=0"]
+    return [*sets, f"verdict={{after_training: true, questions: {2 * _JUDGED}}}"]
 
 
 def right_answers(run: str) -> dict[tuple[str, int], bool]:
