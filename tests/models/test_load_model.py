@@ -147,8 +147,8 @@ def test_a_tokenizer_alone_has_no_weights(tiny_model):
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_read(folder, tiny_model):
     (folder / "model.safetensors").write_bytes(b"not read")
-    change_config(folder, **{**tiny_config("llama").to_dict(), "model_type": "bloom"})
-    with pytest.raises(UserError, match=r"`bloom`.*ALiBi"):
+    change_config(folder, **{**tiny_config("llama").to_dict(), "model_type": "bert"})
+    with pytest.raises(UserError, match=r"`bert`.*bidirectional"):
         load_model(order(folder, tiny_model))
 
 

@@ -94,6 +94,7 @@ def source_sets(columns: str | None, encoding: str | None) -> list[str]:
 
 def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) -> str:
     """Return what the config is based on, with the reasons."""
+    from tunewell.model_files.families import ATTENTION
     from tunewell.planning.first_config import find_recipe
 
     sample, start, facts = result.sample, result.start, result.facts
@@ -107,6 +108,7 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
         template = "not used for plain text"
     rows = [
         ["model", f"{facts.name}: {size}, {limit}"],
+        *([["documents", result.packing.words]] if result.packing.level != ATTENTION else []),
         ["rows", f"{count(result.num_rows)} in `{data}`, format {formats}; {lengths}"],
         *(
             [_LABELS[key], _setting(value)]

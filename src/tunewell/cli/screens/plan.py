@@ -74,6 +74,8 @@ def _rows(result: PlanResult) -> list[list[str]]:
         for tokens, rate in result.sizes:
             mark = ", chosen" if tokens == plan.micro_batch_tokens.value else ""
             rows.append([f"  {count(tokens)}", f"{'#' * round(_BAR * rate / best)} {rate:,.0f} tokens/s{mark}"])
+    if plan.packing is not None and plan.packing.because:
+        rows.append(["documents", f"{plan.packing.value}: {plan.packing.because}"])
     steps = count(plan.num_steps.value, "step")
     rows += [
         ["micro-batch", f"{count(plan.micro_batch_tokens.value)} tokens: {plan.micro_batch_tokens.because}"],
