@@ -1,19 +1,25 @@
 """The check before step 1 refuses every planted leak, in both passes, and lets every right model through."""
 
 from collections.abc import Callable
-from types import MethodType
+from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from family_configs import VOCABULARY, build
 from lessons import RandomDocuments
+from tiny_runs import make_run
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunewell.config.schema import Train
+from tunewell.model_files.families import DOCUMENTS
 from tunewell.models import attention
 from tunewell.models.states import prepare_packing, stateful_mixers
+from tunewell.records.plan import read_plan
+from tunewell.training.build import check_packing
+from tunewell.training.distributed import World
 from tunewell.training.leak_probe import PackingFault, probe_leaks
 from tunewell.training.step import TrainableModel
 
@@ -140,3 +146,29 @@ def test_documents_one_by_one_need_no_packing_at_all() -> None:
     found = probe_leaks(TrainableModel(model, "fp32", 40, settings=Train()), RandomDocuments())
     assert found.exchange == found.packed_from_alone == found.alone_from_stock == 0
     assert model.config.vocab_size == VOCABULARY
+
+
+def test_a_leak_lowers_the_level_visibly_and_the_run_goes_on(tmp_path: Path) -> None:
+    """The plan records it, because evaluation must compute the documents of this run in the same way."""
+    run = make_run(tmp_path / "run")
+    _carry_one_token_when_packed(run.learner.model)
+    parts: Any = SimpleNamespace(listener=run.listener, plan=run.plan, world=World(), folder=tmp_path / "run")
+    state = run.learner.optimizer
+    check_packing(parts, run)
+    assert not attention.is_packed(run.learner.model)
+    assert run.learner.optimizer is state, "a resumed run keeps its optimizer"
+    saved = read_plan(tmp_path / "run").packing
+    assert saved is not None and saved.value == DOCUMENTS and "gradient crosses" in saved.because
+    assert run.plan.packing == saved
+    first, second = run.listener.notes
+    assert first.startswith("documents in training from here on: document by document (packed rows influence")
+    assert second == "check passed: 6 documents, one by one, as transformers computes them"
+
+
+def _carry_one_token_when_packed(model: PreTrainedModel) -> None:
+    layer: Any = model.get_submodule("model.layers.0")
+
+    def leak(module: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        return out + 0.01 * torch.roll(out, 1, dims=1) if "packed_runs" in kwargs else out
+
+    layer.register_forward_hook(leak, with_kwargs=True)

@@ -30,7 +30,7 @@ _OTHER_MODEL = "use a model that generates text"
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackingLevel:
     """How the documents of a model are computed in training."""
 
     level: Level
@@ -45,12 +45,12 @@ class Packing:
         return f"{self.level} ({self.because})" if self.because else self.level
 
 
-def packing_of(config: Mapping[str, Any], *, longest: int = 0) -> Packing:
+def packing_of(config: Mapping[str, Any], *, longest: int = 0) -> PackingLevel:
     """Return how documents of up to `longest` tokens are computed. Raise UserError if the model cannot be trained."""
     _require_generator(config)
     text = text_part(dict(config))
     level, because = _level(text, longest)
-    return Packing(level, because, _flash_obstacle(text, level))
+    return PackingLevel(level, because, _flash_obstacle(text, level))
 
 
 def _flash_obstacle(text: Mapping[str, Any], level: Level) -> str:
@@ -84,7 +84,7 @@ def _level(text: Mapping[str, Any], longest: int) -> tuple[Level, str]:
     return ATTENTION, ""
 
 
-def read_packing(model: str, *, longest: int = 0) -> Packing:
+def read_packing(model: str, *, longest: int = 0) -> PackingLevel:
     """Return how the documents of a model are computed, from its files. Raise UserError if it cannot be trained."""
     config, _ = read_config(model)
     return packing_of(config, longest=longest)

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from tunewell.model_files import families
-from tunewell.model_files.families import Packing, not_supported
+from tunewell.model_files.families import PackingLevel, not_supported
 from tunewell.models.attention import FLASH, stock_attention
 from tunewell.models.loss import HeadShape
 
@@ -70,7 +70,7 @@ def stock_mode(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def fit_packing(config: PreTrainedConfig, *, longest: int, attention: str = "") -> Packing:
+def fit_packing(config: PreTrainedConfig, *, longest: int, attention: str = "") -> PackingLevel:
     """Return how documents of up to `longest` tokens are computed. Raise UserError if the model cannot be trained."""
     _require_known_quantization(config)
     packing = families.packing_of(config.to_dict(), longest=longest)
@@ -84,7 +84,7 @@ def fit_packing(config: PreTrainedConfig, *, longest: int, attention: str = "") 
         return packing
     has_states = packing.level == families.STATES
     if not (has_states or families.is_verified(text.model_type) or model_class._supports_attention_backend):
-        return Packing(families.DOCUMENTS, "the attention cannot be replaced")
+        return PackingLevel(families.DOCUMENTS, "the attention cannot be replaced")
     if attention == FLASH and packing.no_flash:
         raise not_supported(text.model_type, packing.no_flash, "set `train.attention: sdpa`")
     return packing
@@ -204,11 +204,11 @@ def has_experts(config: PreTrainedConfig) -> bool:
     return any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS)
 
 
-def notes_on(config: PreTrainedConfig, packing: Packing) -> list[str]:
+def notes_on(config: PreTrainedConfig, packing: PackingLevel) -> list[str]:
     """Return what is worth knowing about training a model."""
     notes = []
     if packing.level != families.ATTENTION:
-        notes.append(f"documents are computed {packing.words}")
+        notes.append(f"documents in training: {packing.words}")
     if has_experts(config):
         notes.append("this is a mixture-of-experts model; it is trained without the load-balancing loss")
     if packing.level == families.ATTENTION and not is_verified(config):

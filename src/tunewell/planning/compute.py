@@ -16,7 +16,7 @@ from tunewell.core.optional import install_command
 from tunewell.core.units import count, size_bytes
 from tunewell.data.batches import micro_batches
 from tunewell.machine.facts import DeviceFacts, num_cores
-from tunewell.model_files.families import ATTENTION, DOCUMENTS, Packing
+from tunewell.model_files.families import ATTENTION, DOCUMENTS, PackingLevel
 from tunewell.records.manifest import Manifest, SplitRecord
 from tunewell.records.plan import Chosen, QuantizedBase
 
@@ -35,7 +35,7 @@ class PlanInputs:
     """The value of `accelerate launch --mixed_precision`, or None."""
     saved_quantization: dict[str, Any] | None = None
     """`quantization_config` of a model that was saved quantised."""
-    packing: Packing = Packing(ATTENTION)  # noqa: RUF009  it is immutable
+    packing: PackingLevel = PackingLevel(ATTENTION)  # noqa: RUF009  it is immutable
 
     @property
     def config(self) -> Config:

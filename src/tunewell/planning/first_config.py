@@ -15,7 +15,7 @@ from tunewell.data.corpus.held_out import MIN_AUTO, num_auto
 from tunewell.data.sources.base import is_url, split_limit
 from tunewell.data.sources.recognise import Recognised
 from tunewell.model_files.facts import ModelFacts
-from tunewell.model_files.families import ATTENTION, Packing
+from tunewell.model_files.families import ATTENTION, PackingLevel
 from tunewell.planning.plan import StartingPoint
 from tunewell.records.manifest import Manifest, too_few_to_judge
 from tunewell.records.plan import Chosen
@@ -68,7 +68,7 @@ class InitResult:
     """Rows of the file of test rows."""
     task: Chosen[str] | None = None
     """The task of the rows, which decides how answers are scored."""
-    packing: Packing = Packing(ATTENTION)  # noqa: RUF009  it is immutable
+    packing: PackingLevel = PackingLevel(ATTENTION)  # noqa: RUF009  it is immutable
     """How documents are computed in training."""
 
     @property

@@ -234,7 +234,7 @@ def check_packing(parts: RunInputs, run: Run) -> None:
         run.plan = parts.plan = parts.plan.model_copy(update={"packing": Chosen(DOCUMENTS, because=because)})
         if parts.world.is_first:
             write_plan(parts.folder, parts.plan)
-        note(f"documents are computed {DOCUMENTS} from here on: {because}")
+        note(f"documents in training from here on: {DOCUMENTS} ({because})")
         note(_result_of(found, run.learner))
 
 

@@ -69,10 +69,11 @@ def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Packi
     except Exception as error:  # transformers' layers fail in many ways on what they were not written for
         if is_out_of_memory(error):
             raise
-        raise PackingFault(
-            f"documents cannot be packed for this model (`{learner.model.config.model_type}`): {error}",
-            fix="report this model; nothing was trained",
-        ) from error
+        kind = learner.model.config.model_type
+        what = f"documents cannot be packed for this model (`{kind}`)"
+        if not is_packed(learner.model):
+            what = f"transformers cannot compute `{kind}` in {learner.precision} on {learner.device}"
+        raise PackingFault(f"{what}: {error}", fix="report this model; nothing was trained") from error
     with torch.no_grad(), stock_attention(learner.model):
         stock = [_stock_logits(learner, ids) for ids in chosen]
     # In 16 bits, rounding sends a few tokens to other experts.
