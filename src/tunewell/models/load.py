@@ -360,7 +360,8 @@ def _from_transformers(source: str, options: LoadOptions) -> LoadedModel:
     model, unused = from_files(
         source, config, part=part, allow_pickle=options.allow_pickle, is_local=is_local, arguments=options.arguments()
     )
-    if unused:
-        what = f"only the text part of `{config.model_type}` is trained; " if part is not None else ""
-        notes.append(f"{what}{len(unused):,} weights in the model's files are not used: {first_names(unused)}")
+    left_out = [f"{len(unused):,} weights in the model's files are not used: {first_names(unused)}"] if unused else []
+    if part is not None:
+        left_out = ["; ".join([f"only the text part of `{config.model_type}` is trained", *left_out])]
+    notes += left_out
     return LoadedModel(model, notes, text_prefix="" if part is None else part.text_prefix)

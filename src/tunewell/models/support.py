@@ -207,8 +207,6 @@ def has_experts(config: PreTrainedConfig) -> bool:
 def notes_on(config: PreTrainedConfig, packing: PackingLevel) -> list[str]:
     """Return what is worth knowing about training a model."""
     notes = []
-    if packing.level != families.ATTENTION:
-        notes.append(f"documents in training: {packing.words}")
     if has_experts(config):
         notes.append("this is a mixture-of-experts model; it is trained without the load-balancing loss")
     if packing.level == families.ATTENTION and not is_verified(config):

@@ -16,7 +16,7 @@ from tunewell.core.optional import install_command
 from tunewell.core.units import count, size_bytes
 from tunewell.data.batches import micro_batches
 from tunewell.machine.facts import DeviceFacts, num_cores
-from tunewell.model_files.families import ATTENTION, DOCUMENTS, PackingLevel
+from tunewell.model_files.families import ATTENTION, STATES, PackingLevel
 from tunewell.records.manifest import Manifest, SplitRecord
 from tunewell.records.plan import Chosen, QuantizedBase
 
@@ -277,8 +277,10 @@ def choose_threads(inputs: PlanInputs) -> Chosen[int]:
 def choose_packing(inputs: PlanInputs, lengths: Ints, micro_tokens: int) -> Chosen[str]:
     """Return how documents are computed, and what it costs if they are not packed."""
     packing = inputs.packing
-    if packing.level != DOCUMENTS:
-        return Chosen(packing.level, because="")
+    if packing.level == ATTENTION:
+        return Chosen(packing.level, because="attention stays within each document")
+    if packing.level == STATES:
+        return Chosen(packing.level, because="layers that carry a state start anew at each document")
     groups = micro_batches(np.arange(len(lengths)), lengths, micro_tokens)
     passes = sum(len(np.unique(lengths[group])) for group in groups)
     cost = f"{count(passes, 'forward pass', 'forward passes')} in an epoch instead of {count(len(groups))}"

@@ -7,6 +7,7 @@ from tunewell.cli.render import folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.config.extensions import METHODS
 from tunewell.core.units import count, duration, size_bytes
+from tunewell.model_files.families import ATTENTION
 from tunewell.planning.fit import Rung
 from tunewell.planning.result import PlanResult
 from tunewell.records.prediction import Measurement, Prediction
@@ -74,7 +75,7 @@ def _rows(result: PlanResult) -> list[list[str]]:
         for tokens, rate in result.sizes:
             mark = ", chosen" if tokens == plan.micro_batch_tokens.value else ""
             rows.append([f"  {count(tokens)}", f"{'#' * round(_BAR * rate / best)} {rate:,.0f} tokens/s{mark}"])
-    if plan.packing is not None and plan.packing.because:
+    if plan.packing is not None and plan.packing.value != ATTENTION:
         rows.append(["documents", f"{plan.packing.value}: {plan.packing.because}"])
     steps = count(plan.num_steps.value, "step")
     rows += [
