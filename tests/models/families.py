@@ -29,6 +29,7 @@ from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import make_batch
 from tunewell.export.gguf.architecture import llama_cpp_facts
 from tunewell.inference.generate import generate
+from tunewell.inference.stream import stream_tokens
 from tunewell.inference.transformers_generate import can_cache
 from tunewell.methods.base import Method
 from tunewell.model_files.families import DOCUMENTS
@@ -126,6 +127,9 @@ def check_answers(model: PreTrainedModel) -> str:
     """Compare greedy answers with those of transformers, one prompt at a time."""
     prompts = [DOCUMENTS_TO_LEARN.arrays(at)[0][:size].tolist() for at, size in ((0, 7), (3, 3), (4, 7), (5, 5))]
     found = [answer.ids for answer in generate(model, prompts, max_new_tokens=_NEW_TOKENS, stop_ids=[])]
+    streamed = list(stream_tokens(model, prompts[0], max_new_tokens=_NEW_TOKENS, stop_ids=[]))
+    if streamed != found[0]:
+        return f"streamed {streamed} instead of {found[0]}"
     settings = GenerationConfig(do_sample=False, max_new_tokens=_NEW_TOKENS, pad_token_id=0, use_cache=can_cache(model))
     model.generation_config = GenerationConfig()
     for prompt, ids in zip(prompts, found, strict=True):

@@ -22,6 +22,7 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 TEXT_PREFIX = "model.language_model."
 """Path of the text part in a multimodal model loaded by transformers."""
 _PROBE_TOKENS = 8
+_REPORT = "report this model: its name in `deep_heads` of `model_files/families.json` may be enough"
 # Relative to the largest logit. Both sides compute the same values, so only rounding differs.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -155,7 +156,7 @@ def head_shape(model: PreTrainedModel) -> HeadShape:
     module = model.get_output_embeddings()
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise not_supported(model.config.model_type, "the head is not a single matrix")
+        raise not_supported(model.config.model_type, "the head is not a single matrix", _REPORT)
     config = model.config.get_text_config()
     cap = next((value for name in _SOFTCAPS if (value := getattr(config, name, None)) is not None), None)
     shape = HeadShape(None if cap is None else float(cap), _scale(config))
@@ -167,7 +168,7 @@ def head_shape(model: PreTrainedModel) -> HeadShape:
     tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE[torch.float16]) * expected.abs().max()
     if computed.shape != expected.shape or not bool(((computed - expected).abs() <= tolerance).all()):
         why = "the head computes more than a matrix product, a scale and a softcap"
-        raise not_supported(model.config.model_type, why)
+        raise not_supported(model.config.model_type, why, _REPORT)
     return shape
 
 
