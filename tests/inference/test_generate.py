@@ -73,7 +73,7 @@ def test_a_fault_in_the_cache_changes_answers(fault, monkeypatch):
 def test_an_architecture_without_attention_is_answered_by_transformers():
     torch.manual_seed(0)
     model = MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
-    assert "state-space" in (why_not_decoded(model, 10) or "")
+    assert "recurrence" in (why_not_decoded(model, 10) or "")
     found = generate(model, PROMPTS[:2], max_new_tokens=4, stop_ids=[])
     assert [answer.ids for answer in found] == [alone(model, prompt, 4) for prompt in PROMPTS[:2]]
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_configs import config_of
 from safetensors.torch import load_file, save_file
 from tiny_models import logits, order, tiny, tiny_config
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3nConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3nConfig
 from transformers.utils import logging
 
 from tunewell.core.errors import UserError
+from tunewell.models import attention
 from tunewell.models.load import load_model
 
 IDS = [5, 9, 40, 77, 3, 12, 64, 8, 30]
@@ -147,8 +149,8 @@ def test_a_tokenizer_alone_has_no_weights(tiny_model):
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_read(folder, tiny_model):
     (folder / "model.safetensors").write_bytes(b"not read")
-    change_config(folder, **{**tiny_config("llama").to_dict(), "model_type": "bloom"})
-    with pytest.raises(UserError, match=r"`bloom`.*ALiBi"):
+    change_config(folder, **{**tiny_config("llama").to_dict(), "model_type": "bert"})
+    with pytest.raises(UserError, match=r"`bert`.*bidirectional"):
         load_model(order(folder, tiny_model))
 
 
@@ -246,6 +248,36 @@ def test_the_text_part_of_gemma_3n_is_loaded(tmp_path, tiny_model):
     assert torch.equal(logits(loaded.model, IDS), logits(text, IDS))
     loaded.model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), IDS), logits(text, IDS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text_kind", "prefix"),
+    [
+        ("qwen3_5", "qwen3_5_text", "model.language_model."),
+        ("qwen3_5_moe", "qwen3_5_moe_text", "model.language_model."),
+        ("mistral3", "mistral", "language_model.model."),
+        ("llama4", "llama4_text", "language_model.model."),
+    ],
+)
+def test_the_text_part_of_a_multimodal_folder_is_loaded(tmp_path, tiny_model, kind, text_kind, prefix):
+    """The names are those of the hub; the weights of the towers stand in by name."""
+    settings = config_of(text_kind).to_dict() | {"vocab_size": 500}
+    text = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
+    whole = AutoConfig.for_model(kind, text_config=settings).to_dict() | {"architectures": ["Whole"]}
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(whole))
+    head = "language_model." if prefix.startswith("language_model") else ""
+    weights = {
+        name.replace("model.", prefix, 1) if name.startswith("model.") else head + name: tensor.clone()
+        for name, tensor in text.state_dict().items()
+    }
+    towers = {"model.visual.x.weight": torch.zeros(3), "vision_tower.y.weight": torch.zeros(3)}
+    save_file(weights | towers, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(order(tmp_path / "m", tiny_model, attention=attention.SDPA))
+    assert type(loaded.model) is type(text)
+    assert any(f"only the text part of `{kind}` is trained" in note for note in loaded.notes)
+    with attention.stock_attention(loaded.model):
+        torch.testing.assert_close(logits(loaded.model, IDS), logits(text, IDS), rtol=1e-5, atol=1e-6)
 
 
 def test_a_hub_id_in_the_cache_is_loaded_without_the_hub(folder, tiny_model, tmp_path, monkeypatch):

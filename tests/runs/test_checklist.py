@@ -23,6 +23,7 @@ def items(tmp_path, monkeypatch, *, held_out=4, free=20 * GIB, disk=100 * GIB, t
         device=Chosen[str](value="cuda:0", because="the first GPU found"),
         precision=Chosen[str](value="bf16", because="supported"),
         updates="100 updates of up to 64 rows",
+        packing=Chosen[str](value="packed with states", because="layers start anew"),
         num_steps=Chosen[int](value=100, because="x"),
         epochs=Chosen[float](value=3.0, because="x"),
         prediction=prediction,
@@ -37,13 +38,14 @@ def items(tmp_path, monkeypatch, *, held_out=4, free=20 * GIB, disk=100 * GIB, t
 
 
 def test_the_list_has_every_item_in_order(tmp_path, monkeypatch):
-    """Device, precision, memory, disk, data, template and time: what a user asks before a long run."""
+    """Device, precision, documents, memory, disk, data, template and time: what a user asks before a long run."""
     found = items(tmp_path, monkeypatch)
-    assert list(found) == ["device", "precision", "memory", "disk", "data", "template", "time"]
+    assert list(found) == ["device", "precision", "documents", "memory", "disk", "data", "template", "time"]
     assert [name for name, item in found.items() if item.state != "ok"] == ["time"]
     assert found["data"].value == (
         "56 documents (436 of 1,851 tokens trained on), 3 for choosing, 4 held out, 2 rows dropped, 3 epochs"
     )
+    assert found["documents"].value == "packed with states: layers start anew"
     assert "known after the first steps" in found["time"].value
 
 

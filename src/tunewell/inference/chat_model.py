@@ -25,6 +25,7 @@ from tunewell.inference.runtime import BATCH_TOKENS_MEASURED, Runtime, TorchRunt
 from tunewell.machine.device import probe_device
 from tunewell.machine.facts import DeviceFacts
 from tunewell.methods.base import AdapterMethod, load_adapter
+from tunewell.model_files.families import DOCUMENTS
 from tunewell.model_files.files import locate
 from tunewell.model_files.ollama import PREFIX as OLLAMA
 from tunewell.models.attention import SDPA
@@ -177,7 +178,7 @@ def _weights_loader(
                 added_tokens=ref.added_tokens or text.tokenizer.added_by_us,
                 seed=ref.loaded.config.seed,
                 allow_pickle=weights.allow_pickle,
-                attention=SDPA if is_packed else "sdpa",
+                attention=SDPA if is_packed and not _is_unpacked(ref) else None,
                 is_packed=is_packed,
             )
             plan = ref.plan if model == ref.base else None
@@ -188,6 +189,12 @@ def _weights_loader(
             return load_model(options) if is_same else load_dequantized(options, trained)
 
         yield load
+
+
+def _is_unpacked(ref: ModelRef) -> bool:
+    """Return whether the documents of a run were computed one by one."""
+    packing = ref.plan.packing if ref.plan is not None else None
+    return packing is not None and packing.value == DOCUMENTS
 
 
 def _add_torch(chat_model: ChatModel, load: _Load, *, with_base: bool, is_streamed: bool) -> None:

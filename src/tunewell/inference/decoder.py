@@ -28,10 +28,20 @@ from transformers.generation.logits_process import TopPLogitsWarper
 from tunewell.core.errors import UserError
 from tunewell.data.batches import MicroBatch, cumulative_lengths, share_prefix
 from tunewell.methods.base import weights_cast
-from tunewell.models.attention import Scores, forward_inputs, packed_flash, packed_sdpa, using_attention
+from tunewell.model_files.families import ATTENTION, table
+from tunewell.models.attention import (
+    Scores,
+    forward_inputs,
+    packed_flash,
+    packed_sdpa,
+    using_attention,
+    with_layout,
+    with_sinks,
+)
 from tunewell.models.cpu_attention import MAX_LENGTH
 from tunewell.models.fp32_modules import compute_dtype
-from tunewell.models.support import eval_mode, is_verified, require_supported, stock_mode
+from tunewell.models.states import prepare_packing
+from tunewell.models.support import eval_mode, fit_packing, is_verified, stock_mode
 
 CACHED = "tunewell_cached"
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -80,6 +90,7 @@ def can_skip_logits(model: PreTrainedModel) -> bool:
 def decoding_mode(model: PreTrainedModel) -> Iterator[None]:
     """Prepare a model for `Decoder` inside a `with` block: eval mode, cached attention, adapters in its dtype."""
     AttentionInterface.register(CACHED, cached_attention)
+    prepare_packing(model)  # a model that was loaded for transformers' attention is not
     with eval_mode(model), using_attention(model, CACHED), weights_cast(model):
         yield
 
@@ -87,9 +98,13 @@ def decoding_mode(model: PreTrainedModel) -> Iterator[None]:
 def why_not_decoded(model: PreTrainedModel, longest: int) -> str | None:
     """Return why `Decoder` cannot run texts of `longest` tokens, or None if it can."""
     try:
-        require_supported(model.config, longest_document=longest)
+        packing = fit_packing(model.config, longest=longest)
     except UserError as error:
         return error.what
+    if packing.level != ATTENTION:
+        return packing.because or "its layers carry a state"
+    if model.config.model_type in table()["not_decoded"]:
+        return "its attention has more than one set of keys and values"
     if model not in _CHECKED:
         _CHECKED[model] = None if is_verified(model.config) else _difference(model)
     return _CHECKED[model]
@@ -319,11 +334,12 @@ def cached_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Store new keys and values and attend within each slot, as a function of transformers' attention interface."""
+    options = with_layout(module, options)
     cache: KVCache | None = options.pop("kv_cache", None)
     if cache is None:
         raise NotImplementedError("this model does not pass our KV cache to its attention")
     scores = Scores.read(query, options)
-    is_flash = scores.softcap is None and _can_flash(query, key, value)
+    is_flash = scores.softcap is None and scores.sinks_H is None and _can_flash(query, key, value)
     if not cache.is_step:
         cache.store(module, key[0].transpose(0, 1), value[0].transpose(0, 1))
         packed = packed_flash if is_flash else packed_sdpa
@@ -381,6 +397,11 @@ def _attend_masked(q_SHD: Tensor, keys: Tensor, values: Tensor, cache: KVCache, 
     if scores.window is not None:
         mask_SM = mask_SM & (position > last - scores.window)
     mask, scale, softcap = mask_SM[:, None, None], scores.scale, scores.softcap
+    if scores.sinks_H is not None:
+        num_heads = q_SHD.shape[1]
+        k_SHMD, v_SHMD = (x.repeat_interleave(num_heads // x.shape[1], 1) for x in (k_SGMD, v_SGMD))
+        sunk = with_sinks(q_SHD.unsqueeze(2), k_SHMD, v_SHMD, mask[:, 0], scores=scores)
+        return F.scaled_dot_product_attention(*sunk[:3], attn_mask=sunk[3][:, None], scale=scale).flatten(1, 2)
     if softcap is None:
         return F.scaled_dot_product_attention(q_SGLD, k_SGMD, v_SGMD, attn_mask=mask, scale=scale).flatten(1, 2)
     s_SGLM = torch.tanh(q_SGLD @ k_SGMD.transpose(2, 3) * scale / softcap) * softcap

@@ -1,5 +1,6 @@
 """Stream the answer to one prompt token by token, and decode the tokens to text."""
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from tunewell.inference.decoder import (
     decoding_mode,
     why_not_decoded,
 )
+from tunewell.inference.transformers_generate import can_cache
+from tunewell.models.states import has_states
 from tunewell.models.support import stock_mode
 
 Ended = Literal["end", "length", "context"]
@@ -47,6 +50,8 @@ class TokenStream(Iterator[int]):
         self._tokens.close()
 
 
+_CACHES = ("past_key_values", "cache_params", "state")
+"""How transformers' models name their cache, in their arguments and their output."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT_CHARACTER = "\ufffd"
 
@@ -103,17 +108,23 @@ def _decoder_logits(model: PreTrainedModel, capacity: int) -> Callable[[Sequence
 
 
 def _stock_logits(model: PreTrainedModel) -> Callable[[Sequence[int]], torch.Tensor]:
-    """Return `next_logits` for `sample_tokens`, with transformers' own KV cache."""
-    cache: Any = None
+    """Return `next_logits` for `sample_tokens`, with transformers' own cache, or without one if it keeps none."""
+    cache: dict[str, Any] = {}
+    read: list[int] = []
     # Only the last row of logits is needed; in a small model, most of the work is the head over the whole prompt.
     keep: Any = {"logits_to_keep": 1} if can_skip_logits(model) else {}
+    is_cached = can_cache(model)
+    needs_places = has_states(model) and "position_ids" in inspect.signature(model.forward).parameters
 
     @torch.no_grad()
     def next_logits(pending: Sequence[int]) -> torch.Tensor:
-        nonlocal cache
-        ids: Any = torch.tensor([list(pending)], device=model.device)
-        output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **keep)
-        cache = output.past_key_values
+        read.extend(pending)
+        ids: Any = torch.tensor([list(pending) if cache else read], device=model.device)
+        # A hybrid model asks its first layer for the length of its cache, which may have none.
+        places = torch.arange(len(read) - ids.shape[1], len(read), device=model.device)[None]
+        where = {"position_ids": places} if needs_places else {}
+        output: Any = model(input_ids=ids, use_cache=is_cached, return_dict=True, **cache, **where, **keep)
+        cache.update({name: value for name in _CACHES if (value := getattr(output, name, None)) is not None})
         return output.logits[:, -1].float()
 
     return next_logits

@@ -12,7 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
-from tunewell.models.support import stock_mode
+from tunewell.model_files.families import DOCUMENTS, table
+from tunewell.models.support import fit_packing, stock_mode
 
 _BATCH_TOKENS = 8192
 """Tokens of a batch with complete answers, including padding."""
@@ -40,14 +41,17 @@ def generate_with_transformers(
         do_sample=decoding.temperature > 0,
         eos_token_id=list(stop_ids) or None,
         pad_token_id=min(stop_ids, default=0),
-        use_cache=True,
+        use_cache=can_cache(model),
         **(sampling if decoding.temperature > 0 else {}),
     )
     # Sampling has its own random numbers, so that it does not affect training.
     random = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
     with stock_mode(model), _default_generation_config(model), random:
         torch.manual_seed(decoding.seed)
-        for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens):
+        # Padding changes the answers of some models, and a batch those of others.
+        can_pad = fit_packing(model.config, longest=1).level != DOCUMENTS
+        batch_tokens = 0 if model.config.model_type in table()["one_by_one"] else batch_tokens
+        for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens, can_pad=can_pad):
             progress(Progress("answers", num_done, len(prompts), "answers"))
             num_done += len(batch)
             settings.max_new_tokens = num_new
@@ -58,10 +62,18 @@ def generate_with_transformers(
     return answers
 
 
+def can_cache(model: PreTrainedModel) -> bool:
+    """Return whether transformers can generate with a cache of this model. xLSTM's has the wrong shape."""
+    return model.config.model_type not in table()["not_cached"]
+
+
 def _batches(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int, batch_tokens: int
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int, batch_tokens: int, *, can_pad: bool
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield groups of prompts of similar length and their number of new tokens. Prompts near the limit are single."""
+    """Yield groups of prompts and their number of new tokens. Prompts near the limit are single.
+
+    The prompts of a group have similar lengths, or equal ones for a model whose answers padding may change.
+    """
     group: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
         length = len(prompts[index]) + max_new_tokens
@@ -70,7 +82,8 @@ def _batches(
             if num_free > 0:
                 yield [index], num_free
             continue
-        if group and (len(group) + 1) * length > batch_tokens:
+        is_other = group and not can_pad and len(prompts[group[0]]) != len(prompts[index])
+        if group and (is_other or (len(group) + 1) * length > batch_tokens):
             yield group, max_new_tokens
             group = []
         group.append(index)

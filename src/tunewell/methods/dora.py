@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunewell.core.errors import UserError
 from tunewell.methods.lora import Lora, LoraLinear, low_rank_grads
 
 
@@ -21,8 +22,14 @@ class DoraLinear(LoraLinear):
     squares: Tensor
     """Squared norms of the rows of the frozen weight."""
 
-    def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
+    def __init__(self, base: Any, *, rank: int, scale: float, dropout: float) -> None:
         super().__init__(base, rank=rank, scale=scale, dropout=dropout)
+        if self.is_transposed:
+            raise UserError(
+                "DoRA cannot adapt the layers of GPT-2, which store their weights transposed",
+                where="`method.kind: dora`",
+                fix="use `method.kind: lora`",
+            )
         norms_N = _row_norms(base.weight)
         self.lora_magnitude_vector = nn.Parameter(norms_N.clone())
         self.register_buffer("squares", norms_N.square(), persistent=False)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
@@ -290,29 +291,30 @@ def _train_in_full(model: PreTrainedModel, name: str) -> None:
 class LoraLinear(AdapterLayer):
     """A frozen linear layer with low-rank matrices: y = W x + scale * B A x.
 
-    The frozen layer may be any module with `weight`, `bias`, `in_features` and `out_features`. If it has its own
-    `forward`, that is called. For a plain `nn.Linear`, and for modules with `is_matrix`, such as quantised ones, the
-    sum is computed in one pass.
+    The frozen layer may be any module with `weight`, `bias`, `in_features` and `out_features`, or GPT-2's `Conv1D`,
+    which stores its weight transposed. If it has its own `forward`, that is called. For a plain `nn.Linear`, and for
+    modules with `is_matrix`, such as quantised ones, the sum is computed in one pass.
     """
 
-    def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
+    def __init__(self, base: Any, *, rank: int, scale: float, dropout: float) -> None:
         super().__init__()
         self.base_layer = base
+        self.is_transposed = isinstance(base, Conv1D)
         self.scale = scale
         self.dropout = dropout
         self._is_plain = getattr(base, "is_matrix", type(base).forward is nn.Linear.forward)
         self._cast: tuple[Tensor, Tensor] | None = None
         device = base.weight.device
-        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device, dtype=torch.float32))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=torch.float32))
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=device, dtype=torch.float32))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=device, dtype=torch.float32))
 
     @property
     def in_features(self) -> int:
-        return self.base_layer.in_features
+        return self.base_layer.nx if self.is_transposed else self.base_layer.in_features
 
     @property
     def out_features(self) -> int:
-        return self.base_layer.out_features
+        return self.base_layer.nf if self.is_transposed else self.base_layer.out_features
 
     @property
     def weight(self) -> Tensor:
@@ -334,7 +336,8 @@ class LoraLinear(AdapterLayer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_enabled:
             return self.base_layer(x)
-        dtype = self.base_layer.weight.dtype if isinstance(self.base_layer, nn.Linear) else x.dtype
+        is_dense = isinstance(self.base_layer, nn.Linear | Conv1D)
+        dtype = self.base_layer.weight.dtype if is_dense else x.dtype
         a, b = self._cast or (self.lora_A.to(dtype), self.lora_B.to(dtype))
         has_dropout = self.dropout > 0 and self.training
         if has_dropout or not self._is_plain or torch.compiler.is_compiling():
@@ -351,7 +354,8 @@ class LoraLinear(AdapterLayer):
         base = self.base_layer
         if base.weight.dtype != torch.float32:
             raise TypeError(f"merging needs a weight in fp32, not {base.weight.dtype}")
-        base.weight.add_(self.lora_B @ self.lora_A, alpha=self.scale)
+        matrix = base.weight.T if self.is_transposed else base.weight
+        matrix.add_(self.lora_B @ self.lora_A, alpha=self.scale)
         return base
 
     def weight_change(self, rows: slice) -> Tensor:
@@ -367,7 +371,9 @@ class LoraLinear(AdapterLayer):
         return across @ vectors[0] if sizes.numel() and float(sizes[0]) else None
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        return self.lora_A.cpu().double(), self.lora_B.cpu().double() * self.scale
+        """Return two factors whose product B A is the change of the stored weight."""
+        a, b = self.lora_A.cpu().double(), self.lora_B.cpu().double() * self.scale
+        return (b.T, a.T) if self.is_transposed else (a, b)
 
 
 Lora.layer_class = LoraLinear

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json
@@ -64,6 +65,7 @@ def adapter_config(model: PreTrainedModel, selection: Selection, text_prefix: st
     parameters = sorted(f"{multimodal_path(name, text_prefix)}.weight" for name in as_parameters)
     return {
         **_PEFT["written"],
+        "fan_in_fan_out": any(isinstance(model.get_submodule(name), Conv1D) for name in selection.linears),
         "target_modules": sorted(targets if is_exact else (multimodal_path(name, text_prefix) for name in plain)),
         "layers_to_transform": list(layers) if is_exact and layers is not None else None,
         "modules_to_save": list(full) or None,

@@ -1,9 +1,11 @@
 """Select the layers that an adapter trains (`method.targets`, `method.layers`, `method.modules_to_save`)."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError, close_names
@@ -17,6 +19,7 @@ from tunewell.methods.peft_format import (
     table_names,
     tied_names,
 )
+from tunewell.models.states import stateful_mixers
 
 
 def select_layers(model: PreTrainedModel, settings: MethodSettings) -> Selection:
@@ -99,15 +102,33 @@ def expert_notes(model: PreTrainedModel, settings: MethodSettings) -> list[str]:
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the linear layers, quantised or not, by path, except the head and routers."""
-    head = model.get_output_embeddings()
-    # The router of PhiMoE is a subclass of `nn.Linear` and returns three tensors.
+    left_out = {model.get_output_embeddings(), *_read_by_kernels(model), *_with_shared_weights(model)}
+    # The router of PhiMoE is a subclass of `nn.Linear` and returns three tensors, the grouped ones of DeepSeek V4 have
+    # several outputs per input, and those of LongCat read its weight.
+    left_out |= {
+        child for module in model.modules() if "Router" in type(module).__name__ for child in module.children()
+    }
     return {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or getattr(module, "is_matrix", False))
-        and module is not head
-        and "Router" not in type(module).__name__
+        if (isinstance(module, nn.Linear | Conv1D) or getattr(module, "is_matrix", False))
+        and module not in left_out
+        and not any(part in type(module).__name__ for part in ("Router", "Grouped"))
     }
+
+
+def _read_by_kernels(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the layers of Mamba mixers whose weights their kernels read directly, which would skip an adapter."""
+    for mixer in stateful_mixers(model):
+        if isinstance(getattr(mixer, "D", None), nn.Parameter):
+            yield from (getattr(mixer, name) for name in ("out_proj", "dt_proj") if hasattr(mixer, name))
+
+
+def _with_shared_weights(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the linear layers that share their weight with another one: merging would add several adapters to it."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    times = Counter(id(layer.weight) for layer in layers)
+    yield from (layer for layer in layers if times[id(layer.weight)] > 1)
 
 
 def with_tied(model: PreTrainedModel, modules: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, parse_json, read_bytes
+from tunewell.model_files.families import why_refused
 from tunewell.model_files.files import HUB_ID, WEIGHT_SUFFIXES
 from tunewell.model_files.gguf import read_tensor_table
 from tunewell.model_files.weights import header_size, tensor_shapes
@@ -33,6 +34,8 @@ class ModelState:
     """Elements of its weight files; None if they are not on this machine."""
     model_type: str | None = None
     """`model_type` in its `config.json`."""
+    refusal: str = ""
+    """Why it cannot be trained; empty if nothing is known against it."""
 
 
 def hub_cache() -> Path:
@@ -91,8 +94,9 @@ def _with_size(model: ModelState, *, is_fast: bool = False) -> ModelState:
         return model
     path = Path(model.path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    kind = read_json_object(path / "config.json").get("model_type")
-    return replace(model, num_parameters=sum(map(_num_elements, files)) or None, model_type=kind)
+    config = read_json_object(path / "config.json")
+    number, kind = sum(map(_num_elements, files)) or None, config.get("model_type")
+    return replace(model, num_parameters=number, model_type=kind, refusal=why_refused(config))
 
 
 def _num_elements(path: Path) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tunewell.core.files import read_text
 from tunewell.model_files.checks import folder_damage, hub_cache, newest_snapshot, read_json_object, weight_problem
+from tunewell.model_files.families import why_refused
 from tunewell.model_files.files import WEIGHT_SUFFIXES
 from tunewell.model_files.ollama import PREFIX as OLLAMA
 from tunewell.model_files.ollama import list_ollama
@@ -104,4 +105,5 @@ def _folder(folder: Path, name: str, where: Where) -> Iterator[LocalModel]:
     if is_text and files:
         damage = next(folder_damage(folder, is_fast=True), None)
         size = sum(path.stat().st_size for path in files if path.exists())
-        yield LocalModel(name, where, folder, size, f"`{damage[0]}` {damage[1]}" if damage else "")
+        problem = f"`{damage[0]}` {damage[1]}" if damage else why_refused(config)
+        yield LocalModel(name, where, folder, size, problem)

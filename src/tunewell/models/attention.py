@@ -38,9 +38,16 @@ from tunewell.models.fp32_modules import compute_dtype
 
 # The names must not contain "sdpa" or "flash", which transformers treats as its own backends.
 SDPA, FLASH = "tunewell_documents", "tunewell_varlen"
+LAYOUT_KEYS = frozenset({"packed_runs", "packed_prefix", "packed_bounds", "packed_longest", "packed_spans", "kv_cache"})
+"""Our keyword arguments of a model's forward pass: the layout of a packed row, and the decoder's cache."""
 # Where the Triton kernels are faster than torch's flash kernel (benchmarks/RESULTS.md).
 _LONGEST_MEASURED, _HEAD_SIZES, _HOPPER = 8192, (64, 128), (9, 0)
 _HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Return whether a model uses our attention, so that several documents can share a row."""
+    return model.config._attn_implementation in (SDPA, FLASH)
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
@@ -65,6 +72,7 @@ def packed_sdpa(
 
     On a CPU, short documents use `causal_attention`. All other cases use torch's SDPA, run by run.
     """
+    options = with_layout(module, options)
     runs, prefix = options.get("packed_runs"), options.get("packed_prefix", 0)
     _require_packed(attention_mask, runs, options)
     assert runs and (not prefix or runs[0] == (1, prefix))
@@ -73,7 +81,7 @@ def packed_sdpa(
     is_short = prefix > 0 or max(length for _, length in runs) <= MAX_LENGTH
     # Check all three: under autocast, queries and keys are rotated in fp32, but values are in 16 bits.
     is_fp32 = query.dtype == key.dtype == value.dtype == torch.float32
-    is_plain = scores.window is None and scores.softcap is None and not scores.dropout
+    is_plain = scores.window is None and scores.softcap is None and scores.sinks_H is None and not scores.dropout
     if query.device.type == "cpu" and is_fp32 and is_short and is_plain:
         out_THD = causal_attention(q_HTD, k_GTD, v_GTD, runs=runs, prefix=prefix, scale=scores.scale)
     else:
@@ -89,13 +97,16 @@ class Scores:
     dropout: float
     window: int | None
     softcap: float | None
+    sinks_H: Tensor | None = None
+    """Attention sinks: a learned score of each head, which takes part in the softmax and adds nothing."""
 
     @classmethod
     def read(cls, q_HTD: Tensor, options: dict[str, Any]) -> "Scores":
         """Read the settings from the keyword arguments of transformers' attention interface."""
         scaling = options.get("scaling")
         scale = q_HTD.shape[-1] ** -0.5 if scaling is None else scaling
-        return cls(scale, options.get("dropout", 0.0), options.get("sliding_window"), options.get("softcap"))
+        window, softcap = options.get("sliding_window"), options.get("softcap")
+        return cls(scale, options.get("dropout", 0.0), window, softcap, options.get("s_aux"))
 
 
 def _attend_by_run(
@@ -130,18 +141,39 @@ def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: Scores) -> T
         s_NHLK = torch.tanh(q_NHLD @ k_NHKD.transpose(2, 3) * scores.scale / scores.softcap) * scores.softcap
         s_NHLK = s_NHLK.masked_fill(~_band_mask(length, num_keys, window, q_NHLD.device), float("-inf"))
         return (torch.softmax(s_NHLK, -1, dtype=torch.float32).to(q_NHLD.dtype) @ v_NHKD).transpose(1, 2)
-    is_causal = window is None and num_keys == length
+    is_causal = window is None and num_keys == length and scores.sinks_H is None
+    mask_LK = None if is_causal else _band_mask(length, num_keys, window, q_NHLD.device)
+    if scores.sinks_H is not None:
+        assert mask_LK is not None
+        q_NHLD, k_NGKD, v_NGKD, mask_LK = with_sinks(q_NHLD, k_NGKD, v_NGKD, mask_LK, scores=scores)
     out = F.scaled_dot_product_attention(
         q_NHLD,
         k_NGKD,
         v_NGKD,
-        attn_mask=None if is_causal else _band_mask(length, num_keys, window, q_NHLD.device),
+        attn_mask=mask_LK,
         dropout_p=scores.dropout,
         is_causal=is_causal,
         scale=scores.scale,
         enable_gqa=heads != k_NGKD.shape[1],
     )
     return out.transpose(1, 2)
+
+
+def with_sinks(
+    q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, mask: Tensor, *, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Append a key with the score of the sink and the value zero, which every query sees.
+
+    The score is a further dimension of the queries, in which only this key is not zero. torch's kernels take sizes that
+    are multiples of 8.
+    """
+    assert scores.sinks_H is not None
+    sinks_H11 = (scores.sinks_H / scores.scale).to(q_NHLD.dtype)[:, None, None]
+    score_NHL1 = sinks_H11.expand(*q_NHLD.shape[:3], 1)
+    q_NHLD = torch.cat([q_NHLD, F.pad(score_NHL1, (0, 7))], -1)
+    one_1 = k_NGKD.new_ones(*k_NGKD.shape[:2], 1, 1)
+    k_NGKD = torch.cat([F.pad(k_NGKD, (0, 8)), F.pad(one_1, (k_NGKD.shape[-1], 7))], 2)
+    return q_NHLD, k_NGKD, F.pad(v_NGKD, (0, 0, 0, 1)), F.pad(mask, (0, 1), value=True)
 
 
 def _band_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -159,9 +191,12 @@ def packed_flash(
     With `packed_spans`, where each token's document begins and ends, this uses our Triton kernels, otherwise torch's
     variable-length flash kernel.
     """
+    options = with_layout(module, options)
     bounds: Any = options.get("packed_bounds")
     _require_packed(attention_mask, bounds, options)
     scores, longest = Scores.read(query, options), options["packed_longest"]
+    if scores.sinks_H is not None:
+        raise NotImplementedError("the flash kernel does not support attention sinks: set `train.attention: sdpa`")
     if scores.softcap is not None:
         raise NotImplementedError("the flash kernel does not support softcap: set `train.attention: sdpa`")
     if scores.dropout:
@@ -197,14 +232,19 @@ def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def with_layout(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an attention, with the layout that its decoder layer did not pass on to it."""
+    if not LAYOUT_KEYS.isdisjoint(options):
+        return options
+    return options | getattr(module, "packed_layout", {})
+
+
 def _require_packed(mask: Tensor | None, layout: Any, options: dict[str, Any]) -> None:
     """Raise NotImplementedError if a model's attention needs a feature that packed attention does not support."""
     if layout is None:
         raise NotImplementedError("this model does not pass the layout of packed documents to its attention")
     if mask is not None:
         raise NotImplementedError("this model creates its own attention mask, which packed attention cannot apply")
-    if options.get("s_aux") is not None:
-        raise NotImplementedError("this model has attention sinks, which packed attention does not support")
     if options.get("position_bias") is not None:
         raise NotImplementedError("this model adds a position bias, which packed attention does not support")
 
@@ -233,9 +273,18 @@ def using_attention(model: PreTrainedModel, name: str, *, is_compiled: bool = Fa
 
 def stock_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Use transformers' own attention, uncompiled, for generation and to check our attention."""
+    return using_attention(model, _stock_name(model))
+
+
+def unpack(model: PreTrainedModel) -> None:
+    """Use transformers' own attention from now on, so that documents are computed one by one."""
+    model.set_attn_implementation(_stock_name(model))
+
+
+def _stock_name(model: PreTrainedModel) -> str:
     # transformers' sdpa does not support softcap, and some versions silently ignore it.
     can_sdpa = model._supports_sdpa and not _has(model, "attn_logit_softcapping")
-    return using_attention(model, "sdpa" if can_sdpa else "eager")
+    return "sdpa" if can_sdpa else "eager"
 
 
 def fastest_attention(model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -14,16 +14,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
 from tunewell.core.options import WeightsOptions
+from tunewell.model_files.families import DOCUMENTS
 from tunewell.model_files.files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.model_files.presets import find_preset, is_preset, llama_settings
 from tunewell.model_files.weights import find_key_map
 from tunewell.models import attention as packed_attention
 from tunewell.models import shared
+from tunewell.models.attention import is_packed
 from tunewell.models.external import fit_weights, read_external_weights, split_rotary_pairs
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
 from tunewell.models.pretrained import first_names, from_files, from_tensors, read_config, require_safe_folder, skeleton
 from tunewell.models.quantized import dequantize_model, quantize_model, take_over
-from tunewell.models.support import quiet, require_supported, text_part
+from tunewell.models.states import prepare_packing
+from tunewell.models.support import fit_packing, notes_on, quiet, text_part
 from tunewell.records.plan import QuantizedBase
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -197,7 +200,8 @@ class LoadOptions(WeightsOptions):
     """The folder of the tokenizer with which the corpus was prepared."""
     device: torch.device
     dtype: torch.dtype
-    attention: str = packed_attention.SDPA
+    attention: str | None = packed_attention.SDPA
+    """Our packed attention, or transformers' own by name; None: the one that transformers chooses."""
     added_tokens: tuple[str, ...] = ()
     """Tokens added to the tokenizer for the chat template."""
     longest_document: int = 0
@@ -218,11 +222,17 @@ class LoadOptions(WeightsOptions):
         device_map = {"device_map": {"": self.device}} if is_direct else {}
         return {"dtype": self.dtype, "attn_implementation": self.attention, **device_map}
 
-    def check(self, config: PreTrainedConfig) -> list[str]:
-        """Return notes about training on packed documents. Raise UserError if the model does not support it."""
+    def fit(self, config: PreTrainedConfig) -> tuple["LoadOptions", list[str]]:
+        """Return the options with the attention that suits a model, and notes. Raise UserError if it cannot be trained.
+
+        Documents that cannot be packed are computed with transformers' own attention.
+        """
         if not self.is_packed:
-            return []
-        return require_supported(config, longest_document=self.longest_document, attention=self.attention)
+            return self, []
+        packing = fit_packing(config, longest=self.longest_document, attention=self.attention or "")
+        part = text_part(config)
+        notes = notes_on(config if part is None else part.config, packing)
+        return (replace(self, attention=None) if packing.level == DOCUMENTS else self), notes
 
 
 @dataclass(frozen=True)
@@ -264,6 +274,8 @@ def _load_model(options: LoadOptions) -> LoadedModel:
     embedding: Any = model.get_input_embeddings()
     embedding.padding_idx = None
     model.eval().requires_grad_(False)
+    if is_packed(model):
+        prepare_packing(model)
     verify_placement(model, device=options.device, dtype=options.dtype)
     return replace(found, new_token_ids=vocabulary.new_ids)
 
@@ -300,7 +312,7 @@ def _load(options: LoadOptions, vocabulary: Vocabulary) -> LoadedModel:
 def _from_preset(options: LoadOptions, vocabulary: Vocabulary) -> LoadedModel:
     preset = find_preset(options.model)
     config = LlamaConfig(**llama_settings(preset, vocabulary.size, vocabulary.special_ids))
-    notes = options.check(config)
+    options, notes = options.fit(config)
     # Always initialise on the CPU in fp32, so that a seed gives the same model on every device.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(options.seed)
@@ -313,7 +325,7 @@ def _from_preset(options: LoadOptions, vocabulary: Vocabulary) -> LoadedModel:
 
 def _from_gguf(path: Path, options: LoadOptions) -> LoadedModel:
     config = read_gguf_config(path)
-    notes = options.check(config)
+    options, notes = options.fit(config)
     model = from_tensors(config, read_gguf_weights(path, config), source=options.model, arguments=options.arguments())
     if name := quantization_of(path):
         notes.append(f"`{path.name}` is quantised ({name}); its weights were dequantised")
@@ -329,7 +341,7 @@ def _from_external(path: Path, options: LoadOptions) -> LoadedModel:
         config: PreTrainedConfig = LlamaConfig(**llama_settings(find_preset(key_map.model), num_rows, {}))
     else:
         config = read_config(str(path.parent), is_local=True)
-    notes = options.check(config)
+    options, notes = options.fit(config)
     if key_map.interleaved_rotary:
         weights = split_rotary_pairs(weights, config)
     fit_weights(weights, skeleton(config), path)
@@ -343,12 +355,13 @@ def _from_transformers(source: str, options: LoadOptions) -> LoadedModel:
     if is_folder:
         require_safe_folder(Path(source), allow_pickle=options.allow_pickle)
     config = read_config(source, is_local=is_local)
-    notes = options.check(config)
+    options, notes = options.fit(config)
     part = None if options.is_whole else text_part(config)
     model, unused = from_files(
         source, config, part=part, allow_pickle=options.allow_pickle, is_local=is_local, arguments=options.arguments()
     )
-    if unused:
-        what = f"only the text part of `{config.model_type}` is trained; " if part is not None else ""
-        notes.append(f"{what}{len(unused):,} weights in the model's files are not used: {first_names(unused)}")
+    left_out = [f"{len(unused):,} weights in the model's files are not used: {first_names(unused)}"] if unused else []
+    if part is not None:
+        left_out = ["; ".join([f"only the text part of `{config.model_type}` is trained", *left_out])]
+    notes += left_out
     return LoadedModel(model, notes, text_prefix="" if part is None else part.text_prefix)

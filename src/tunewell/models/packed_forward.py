@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.data.batches import FixedShape, MicroBatch, cumulative_lengths, pad_to_shape, share_prefix
-from tunewell.models.attention import FLASH, can_use_triton, forward_inputs
+from tunewell.models.attention import FLASH, can_use_triton, forward_inputs, is_packed, runs_of, unpack
 from tunewell.models.cpu_attention import MAX_LENGTH
 from tunewell.models.loss import COMPILED_ROWS, HeadShape, LossAndGrad, chunk_rows, cross_entropy, supervised_loss
+from tunewell.models.states import has_states
+from tunewell.models.support import body_of
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,11 +47,12 @@ class PackedModel:
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        self.body: nn.Module = self.model.base_model
+        self.body = body_of(self.model)
         self.head_module: Any = self.model.get_output_embeddings()
         self.is_flash = self.model.config._attn_implementation == FLASH
         self.uses_triton = self.is_flash and can_use_triton(self.model, self.longest)
         self.has_dropout = _uses_dropout(self.model)
+        self.has_states = has_states(self.model)
         is_all_fp32 = all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
         self._is_uncompiled = False
         # A frozen model is loaded in the run's precision; a fully fine-tuned one stays in fp32 and uses autocast.
@@ -76,6 +79,8 @@ class PackedModel:
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the last hidden states as [T, H]. Any padding is at the end."""
         self.heartbeat()
+        if not is_packed(self.model):
+            return self._hidden_by_document(batch)
         num_documents, stance = None, self.stance(batch)
         if self.shape is not None and self._is_compiled_for(batch):
             batch, num_documents = pad_to_shape(batch, self.shape), self.shape.documents
@@ -83,11 +88,14 @@ class PackedModel:
                 torch.compiler.cudagraph_mark_step_begin()
         # With dropout, each document needs a mask of its own for the shared prefix.
         is_sharing = self.device.type == "cpu" and not self.is_flash and not (self.has_dropout and self.model.training)
+        is_sharing = is_sharing and not self.has_states  # each document carries its state on from its own prefix
         shared = share_prefix(batch, longest=MAX_LENGTH) if is_sharing else None
         ids, positions, layout = forward_inputs(batch, shared)
         if self.is_flash:
             bounds = cumulative_lengths(batch, num_documents)
             layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
+            if self.has_states:
+                layout["packed_runs"] = runs_of(batch.lengths)
             if self.uses_triton:
                 lengths = np.diff(bounds)
                 layout["packed_spans"] = tuple(
@@ -104,6 +112,20 @@ class PackedModel:
             )
         hidden_TH = out.last_hidden_state[0]
         return hidden_TH if shared is None else torch.index_select(hidden_TH, 0, self._tensor(shared.token_index))
+
+    def _hidden_by_document(self, batch: MicroBatch) -> Tensor:
+        """Return the last hidden states of documents that cannot be packed: one pass per run of equal lengths."""
+        runs = runs_of(batch.lengths)
+        pieces = self._tensor(batch.input_ids).split([number * length for number, length in runs])
+        if self.model.training:
+            self.num_computed += len(batch.input_ids)
+        hidden = []
+        for (number, length), piece in zip(runs, pieces, strict=True):
+            with self.autocast():
+                out = self.body(input_ids=piece.view(number, length), use_cache=False)
+            hidden.append(out.last_hidden_state.flatten(0, 1))
+            self.heartbeat()
+        return torch.cat(hidden)
 
     def stance(self, batch: MicroBatch) -> Any:
         """Return a context that runs the layers uncompiled if the batch does not fit the compiled shape.
@@ -135,6 +157,12 @@ class PackedModel:
         if self.uses_graphs:
             self.uses_graphs = False
             torch.compiler.reset()  # frees the memory of the graphs
+
+    def unpack(self) -> None:
+        """Compute documents one by one from now on, with transformers' own attention."""
+        self.uncompile()
+        unpack(self.model)
+        self.is_flash = self.uses_triton = self.may_compile = False
 
     def drop_graphs(self) -> None:
         """Free the memory of CUDA graphs, and do not use them again."""

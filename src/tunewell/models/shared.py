@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from tunewell.core.files import sha256_file
+from tunewell.models.attention import unpack
 
 if TYPE_CHECKING:
     from tunewell.models.load import LoadedModel, LoadOptions
@@ -61,8 +62,10 @@ def load(options: "LoadOptions", load_files: "Callable[[LoadOptions], LoadedMode
             del _models[next(iter(_models))]
         _models[key] = load_files(options)
     found = _models[key]
-    options.check(found.model.config)  # the documents of another run may be longer
-    return replace(found, model=_around_same_weights(found.model), notes=list(found.notes))
+    model = _around_same_weights(found.model)
+    if options.fit(model.config)[0].attention is None:  # the documents of another run may be longer
+        unpack(model)
+    return replace(found, model=model, notes=list(found.notes))
 
 
 def _key(options: "LoadOptions") -> str:

@@ -1,33 +1,28 @@
-"""Supported architectures: check that a model can be trained on packed documents, and read its head's settings."""
+"""Check that a model can be trained, how its documents are computed, and read the settings of its head."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from tunewell.core.errors import UserError
+from tunewell.model_files import families
+from tunewell.model_files.families import PackingLevel, not_supported
 from tunewell.models.attention import FLASH, stock_attention
 from tunewell.models.loss import HeadShape
 
-_SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-# Rope types with frequencies that depend on the longest document in a batch above some length.
-_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
-# Prefixes of the sub-configs of multimodal models.
-_MODALITIES = ("vision", "audio", "image", "speech", "video", "vq", "text")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_FIX = "use another model"
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 TEXT_PREFIX = "model.language_model."
 """Path of the text part in a multimodal model loaded by transformers."""
 _PROBE_TOKENS = 8
+_REPORT = "report this model: its name in `deep_heads` of `model_files/families.json` may be enough"
 # Relative to the largest logit. Both sides compute the same values, so only rounding differs.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -76,48 +71,39 @@ def stock_mode(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def require_supported(config: PreTrainedConfig, *, longest_document: int, attention: str = "") -> list[str]:
-    """Return notes about a model. Raise UserError with the reason if it cannot be trained on packed documents."""
-    if getattr(config, "quantization_config", None) is not None:
-        settings: Any = config.quantization_config
-        method = (settings if isinstance(settings, dict) else settings.to_dict()).get("quant_method", "unknown method")
-        if method != "bitsandbytes":
-            raise _not_supported(
-                config,
-                f"the weights are quantised ({method}); only bitsandbytes is supported",
-                "use the unquantised model; `method.quantize: nf4` makes it as small",
-            )
-    for reason, kinds in _table()["refused"].items():
-        if config.model_type in kinds:
-            raise _not_supported(config, reason)
+def fit_packing(config: PreTrainedConfig, *, longest: int, attention: str = "") -> PackingLevel:
+    """Return how documents of up to `longest` tokens are computed. Raise UserError if the model cannot be trained."""
+    _require_known_quantization(config)
+    packing = families.packing_of(config.to_dict(), longest=longest)
     part = text_part(config)
     text = part.config if part is not None else config
-    _require_packable(text)
-    _require_positions(text, longest_document)
-    for setting, name in (("attn_logit_softcapping", "softcap"), ("attention_dropout", "dropout")):
-        if attention == FLASH and getattr(text, setting, None):
-            why = f"the flash kernel does not support attention {name}"
-            raise _not_supported(text, why, "set `train.attention: sdpa`")
-    return _notes(text)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if model_class is None:
+        raise not_supported(config.model_type, "transformers has no causal language model of this type")
+    _require_positions(text, longest)
+    if packing.level == families.DOCUMENTS:
+        return packing
+    has_states = packing.level == families.STATES
+    if not (has_states or families.is_verified(text.model_type) or model_class._supports_attention_backend):
+        return PackingLevel(families.DOCUMENTS, "the attention cannot be replaced")
+    if attention == FLASH and packing.no_flash:
+        raise not_supported(text.model_type, packing.no_flash, "set `train.attention: sdpa`")
+    return packing
 
 
 def is_verified(config: PreTrainedConfig) -> bool:
     """Return whether the tests compare this architecture with transformers."""
-    return config.model_type in _table()["verified"]
+    return families.is_verified(config.model_type)
 
 
 def text_part(config: PreTrainedConfig) -> TextPart | None:
-    """Return the text part of a multimodal model, or None for a text model. Raise UserError if it is unsupported."""
-    modalities = [name.removesuffix("_config") for name in config.sub_configs if name.startswith(_MODALITIES)]
-    if config.model_type in _table()["text_parts"]:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        prefix = TEXT_PREFIX if getattr(model_class, "config_class", None) is type(config) else ""
-        return TextPart(config.get_text_config(), _table()["text_parts"][config.model_type], prefix)
-    if modalities:
-        known = ", ".join(f"`{name}`" for name in _table()["text_parts"])
-        kinds = ", ".join(modalities)
-        raise _not_supported(config, f"the model is multimodal ({kinds}); only the text part of {known} is supported")
-    return None
+    """Return the text part of a multimodal model, or None for a text model."""
+    mapping = families.table()["text_parts"].get(config.model_type)
+    if mapping is None:
+        return None
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    prefix = TEXT_PREFIX if getattr(model_class, "config_class", None) is type(config) else ""
+    return TextPart(config.get_text_config(), mapping, prefix)
 
 
 def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -130,73 +116,101 @@ def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return part | {name: weight for name, weight in weights.items() if not name.startswith("model.")}
 
 
+class _AtHead(Exception):
+    """Carries the hidden states that the head receives."""
+
+
+class UntilHead:
+    """Computes a model up to its head, for a head that is more than a matrix: its first layers belong to the body."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Return the hidden states that the matrix of the head receives, as `last_hidden_state`."""
+
+        def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            raise _AtHead(args[0])
+
+        head: Any = self._model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(stop)
+        try:
+            self._model(**inputs)
+        except _AtHead as reached:
+            return BaseModelOutput(last_hidden_state=reached.args[0])
+        finally:
+            handle.remove()
+        raise RuntimeError("the model does not call its head")
+
+
+def body_of(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return the part of a model that computes its hidden states."""
+    if model.config.model_type in families.table()["deep_heads"]:
+        return UntilHead(model)
+    # Llama 4's class names the multimodal model as its base, which the text model does not have.
+    return model.base_model if model.base_model is not model else model.get_submodule("model")
+
+
 def head_shape(model: PreTrainedModel) -> HeadShape:
     """Return the scale and softcap of a model's head. Raise UserError if they do not reproduce its logits."""
     module = model.get_output_embeddings()
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise _not_supported(model.config, "the head is not a single matrix")
+        raise not_supported(model.config.model_type, "the head is not a single matrix", _REPORT)
     config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = next((value for name in _SOFTCAPS if (value := getattr(config, name, None)) is not None), None)
     shape = HeadShape(None if cap is None else float(cap), _scale(config))
     ids = torch.linspace(0, len(weight) - 1, _PROBE_TOKENS, device=weight.device).long()[None]
     with torch.no_grad(), stock_mode(model):
         expected = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
         computed = shape.apply(module(hidden)).float() if hidden.shape[-1] == weight.shape[1] else expected[:0]
     tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE[torch.float16]) * expected.abs().max()
     if computed.shape != expected.shape or not bool(((computed - expected).abs() <= tolerance).all()):
-        raise _not_supported(model.config, "the head computes more than a matrix product, a scale and a softcap")
+        why = "the head computes more than a matrix product, a scale and a softcap"
+        raise not_supported(model.config.model_type, why, _REPORT)
     return shape
 
 
-def _require_packable(config: PreTrainedConfig) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise _not_supported(config, "encoder-decoder models cannot be trained")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _not_supported(config, "transformers has no causal language model of this type")
-    if getattr(config, "alibi", False):
-        raise _not_supported(config, "the model uses ALiBi position biases")
-    if not getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_attention_backend", False):
-        raise _not_supported(config, "the attention cannot be replaced, so packed documents would attend to each other")
-    if getattr(config, "use_bidirectional_attention", None):
-        raise _not_supported(config, "the attention is bidirectional (`use_bidirectional_attention`)")
-    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYERS):
-        listed = ", ".join(f"`{name}`" for name in unknown)
-        raise _not_supported(config, f"layers of type {listed} cannot keep packed documents apart")
-
-
-def _require_positions(config: PreTrainedConfig, longest_document: int) -> None:
-    limit = getattr(config, "max_position_embeddings", None)
-    if config.model_type in _table()["learned_positions"] and limit is not None and longest_document > limit:
-        raise _not_supported(
-            config,
-            f"the model has {limit:,} positions, but the longest document has {longest_document:,} tokens",
-            f"set `packing.context_length` to {limit} and run `tunewell prepare` again",
+def _require_known_quantization(config: PreTrainedConfig) -> None:
+    if getattr(config, "quantization_config", None) is None:
+        return
+    settings: Any = config.quantization_config
+    method = (settings if isinstance(settings, dict) else settings.to_dict()).get("quant_method", "unknown method")
+    if method != "bitsandbytes":
+        raise not_supported(
+            config.model_type,
+            f"the weights are quantised ({method}); only bitsandbytes is supported",
+            "use the unquantised model; `method.quantize: nf4` makes it as small",
         )
-    for rope in _rope_parameters(config):
-        is_long = rope.get("rope_type") == "longrope"
-        first = (rope.get("original_max_position_embeddings") if is_long else limit) or 0
-        if rope.get("rope_type") in _LENGTH_DEPENDENT and longest_document > first:
-            raise _not_supported(
-                config,
-                f"above {first:,} tokens, the positions (`{rope['rope_type']}`) depend on the longest document in a "
-                f"batch, and the longest document has {longest_document:,}",
-                f"set `packing.context_length` to {first} and run `tunewell prepare` again",
-            )
 
 
-def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the rope parameters: one set, or one set per layer type."""
-    rules = getattr(config, "rope_parameters", None) or {}
-    return [rules] if "rope_type" in rules else [rule for rule in rules.values() if isinstance(rule, dict)]
+def _require_positions(config: PreTrainedConfig, longest: int) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or longest <= limit:
+        return
+    fix = f"set `packing.context_length` to {limit} and run `tunewell prepare` again"
+    if config.model_type in families.table()["learned_positions"]:
+        why = f"the model has {limit:,} positions, but the longest document has {longest:,} tokens"
+        raise not_supported(config.model_type, why, fix)
+    # With `dynamic`, the positions also depend on the longest document that was computed before.
+    if any(rope.get("rope_type") == "dynamic" for rope in families.rope_parameters(config.to_dict())):
+        why = f"above {limit:,} tokens, the positions (`dynamic`) depend on other documents"
+        raise not_supported(config.model_type, f"{why}, and the longest document has {longest:,}", fix)
 
 
-def _notes(config: PreTrainedConfig) -> list[str]:
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Return whether a model routes each token to some of several experts."""
+    config = config.get_text_config()
+    return any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS)
+
+
+def notes_on(config: PreTrainedConfig, packing: PackingLevel) -> list[str]:
+    """Return what is worth knowing about training a model."""
     notes = []
-    if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
+    if has_experts(config):
         notes.append("this is a mixture-of-experts model; it is trained without the load-balancing loss")
-    if not is_verified(config):
+    if packing.level == families.ATTENTION and not is_verified(config):
         notes.append(
             f"tunewell is not tested with `{config.model_type}`; it is checked against transformers before step 1"
         )
@@ -208,14 +222,7 @@ def _scale(config: PreTrainedConfig) -> float:
     scaling = getattr(config, "logits_scaling", None)
     if scaling is not None:
         return float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
+    if (divisor := getattr(config, "logits_mup_width_multiplier", None)) is not None:
+        return 1 / float(divisor)
     scale = getattr(config, "logit_scale", None)
     return 1.0 if scale is None else float(scale)
-
-
-def _not_supported(config: PreTrainedConfig, why: str, fix: str = _FIX) -> UserError:
-    return UserError(f"`{config.model_type}` models are not supported: {why}", fix=fix)
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return json.loads(Path(__file__).with_name("architectures.json").read_text(encoding="utf-8"))

@@ -5,13 +5,18 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, Literal
 
+import numpy as np
+
 from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
+from tunewell.core.arrays import Ints
 from tunewell.core.errors import UserError
 from tunewell.core.optional import install_command
 from tunewell.core.units import count, size_bytes
+from tunewell.data.batches import micro_batches
 from tunewell.machine.facts import DeviceFacts, num_cores
+from tunewell.model_files.families import ATTENTION, STATES, PackingLevel
 from tunewell.model_files.presets import is_preset
 from tunewell.records.manifest import Manifest, SplitRecord
 from tunewell.records.plan import Chosen, QuantizedBase
@@ -31,6 +36,7 @@ class PlanInputs:
     """The value of `accelerate launch --mixed_precision`, or None."""
     saved_quantization: dict[str, Any] | None = None
     """`quantization_config` of a model that was saved quantised."""
+    packing: PackingLevel = PackingLevel(ATTENTION)  # noqa: RUF009  it is immutable
 
     @property
     def config(self) -> Config:
@@ -251,6 +257,8 @@ def choose_attention(inputs: PlanInputs, precision: Precision) -> Chosen[Attenti
         obstacle = f"the flash kernel needs an NVIDIA GPU of the Ampere generation or later, and this is {device.label}"
     elif precision == "fp32":
         obstacle = "the flash kernel computes in bf16 or fp16, not in fp32"
+    elif inputs.packing.no_flash:
+        obstacle = inputs.packing.no_flash
     if setting == "flash" and obstacle:
         what = f"flash attention cannot be used: {obstacle}"
         raise inputs.error("train.attention", what, fix="set `train.attention: auto`")
@@ -269,11 +277,26 @@ def choose_threads(inputs: PlanInputs) -> Chosen[int]:
     return inputs.threads or Chosen(cores, because=f"{count(cores, 'core')} available; not measured")
 
 
+def choose_packing(inputs: PlanInputs, lengths: Ints, micro_tokens: int) -> Chosen[str]:
+    """Return how documents are computed, and what it costs if they are not packed."""
+    packing = inputs.packing
+    if packing.level == ATTENTION:
+        return Chosen(packing.level, because="attention stays within each document")
+    if packing.level == STATES:
+        return Chosen(packing.level, because="layers that carry a state start anew at each document")
+    groups = micro_batches(np.arange(len(lengths)), lengths, micro_tokens)
+    passes = sum(len(np.unique(lengths[group])) for group in groups)
+    cost = f"{count(passes, 'forward pass', 'forward passes')} in an epoch instead of {count(len(groups))}"
+    return Chosen(packing.level, because=f"{packing.because}; {cost}")
+
+
 def choose_compile(inputs: PlanInputs, attention: Attention) -> Chosen[Compile]:
     """Choose whether to compile the layers; raise UserError if compilation is requested and not possible."""
     setting, obstacle = inputs.config.train.compile, ""
     if inputs.device.kind != "cuda":
         obstacle = f"layers are compiled for CUDA only, and this run is on {inputs.device.label}"
+    elif inputs.packing.level != ATTENTION:
+        obstacle = f"the layers of this model are computed {inputs.packing.level}"
     elif attention == "sdpa":
         obstacle = "`sdpa` attention has a different shape in each micro-batch"
     if obstacle and setting == "on":

@@ -15,6 +15,7 @@ from tunewell.data.corpus.held_out import MIN_AUTO, num_auto
 from tunewell.data.sources.base import is_url, split_limit
 from tunewell.data.sources.recognise import Recognised
 from tunewell.model_files.facts import ModelFacts
+from tunewell.model_files.families import ATTENTION, PackingLevel
 from tunewell.planning.recommendation import num_updates
 from tunewell.records.manifest import Manifest, RowsRecord, too_few_to_judge
 from tunewell.records.plan import Chosen
@@ -69,6 +70,8 @@ class InitResult:
     """Rows of the file of test rows."""
     task: Chosen[str] | None = None
     """The task of the rows, which decides how answers are scored."""
+    packing: PackingLevel = PackingLevel(ATTENTION)  # noqa: RUF009  it is immutable
+    """How documents are computed in training."""
 
     @property
     def num_held_out(self) -> int:

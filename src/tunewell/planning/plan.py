@@ -22,12 +22,14 @@ from tunewell.data.corpus.reader import Corpus
 from tunewell.data.replay import with_replayed
 from tunewell.machine.facts import DeviceFacts
 from tunewell.model_files.facts import read_facts
+from tunewell.model_files.families import read_packing
 from tunewell.model_files.presets import is_preset
 from tunewell.planning.compute import (
     PlanInputs,
     choose_attention,
     choose_compile,
     choose_device,
+    choose_packing,
     choose_precision,
     choose_quantization,
     choose_replay,
@@ -74,8 +76,10 @@ def plan_run(
         width = facts.hidden_size or 512
         threads = measure_threads([(512, width, width), (512, width, 3 * width), (512, 3 * width, width)])
     launched, saved = launcher_precision(), facts.quantization
-    inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads, launched, saved)
-    return plan_documents(inputs, corpus.index["length"].astype("int64"), order=order)
+    lengths = corpus.index["length"].astype("int64")
+    packing = read_packing(loaded.seen(config.model), longest=int(lengths.max(initial=0)))
+    inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads, launched, saved, packing)
+    return plan_documents(inputs, lengths, order=order)
 
 
 def plan_documents(inputs: PlanInputs, lengths: Ints, *, order: DataOrder | None = None) -> tuple[Plan, DataOrder]:
@@ -97,7 +101,8 @@ def plan_documents(inputs: PlanInputs, lengths: Ints, *, order: DataOrder | None
     num_steps = train.max_steps or order.num_steps(train.epochs)
     epochs = round(order.epochs_after(num_steps), 4)
     plan = plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs)
-    return plan.model_copy(update={"replay": replay}), order
+    packing = choose_packing(inputs, lengths, plan.micro_batch_tokens.value)
+    return plan.model_copy(update={"replay": replay, "packing": packing}), order
 
 
 def launcher_precision() -> str | None:

@@ -95,6 +95,8 @@ class Plan(Record):
     device: Chosen[str]
     precision: Chosen[Literal["fp32", "bf16", "fp16"]]
     attention: Chosen[Literal["sdpa", "flash"]]
+    packing: Chosen[str] | None = None
+    """How documents are computed (`model_files/families.py`); None in plans of earlier versions."""
     threads: Chosen[int]
 
     method: Chosen[MethodName]

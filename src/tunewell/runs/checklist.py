@@ -35,6 +35,7 @@ def checklist(
     return [
         CheckedItem("device", f"{plan.device.value}: {plan.device.because}"),
         CheckedItem("precision", f"{plan.precision.value}: {plan.precision.because}"),
+        *([CheckedItem("documents", f"{plan.packing.value}: {plan.packing.because}")] if plan.packing else []),
         _memory(device, plan.prediction),
         _disk(folder, checkpoint_bytes, keep),
         _data(plan, manifest),

@@ -22,6 +22,7 @@ from tunewell.inference.decoder import Decoding
 from tunewell.inference.degeneration import find_degeneration
 from tunewell.inference.generate import generate
 from tunewell.methods.base import AdapterMethod, Method
+from tunewell.model_files.families import DOCUMENTS
 from tunewell.model_files.presets import is_preset
 from tunewell.model_files.weights import fingerprint_weights
 from tunewell.models import attention
@@ -36,14 +37,14 @@ from tunewell.models.load import (
 from tunewell.models.support import head_shape
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
-from tunewell.records.plan import Plan, write_plan
+from tunewell.records.plan import Chosen, Plan, write_plan
 from tunewell.scoring.questions import corpus_reader, find_measure, questions_of
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.distributed import World
 from tunewell.training.evaluate import mark_loops
-from tunewell.training.events import Listener, Note, RunStarted, Sample, send_notes
+from tunewell.training.events import Listener, RunStarted, Sample, send_notes
 from tunewell.training.health import RunContext
-from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.leak_probe import PackingCheck, PackingFault, probe_leaks
 from tunewell.training.recovery import HealingState
 from tunewell.training.run import Run
 from tunewell.training.step import StepHooks, TrainableModel
@@ -220,14 +221,34 @@ def describe_start(parts: RunInputs, run: Run) -> RunStarted:
 
 
 def check_packing(parts: RunInputs, run: Run) -> None:
-    """Check that packed documents do not attend to each other, and send the result as a note."""
-    found = probe_leaks(run.learner, run.documents)
-    message = (
-        "check passed: rows packed together do not influence each other (largest logit difference "
-        f"{found.packed_from_alone:.0e} in {count(found.num_documents, 'document')}; {found.alone_from_stock:.0e} from "
-        "transformers' attention)"
+    """Check that packed documents do not influence each other, and send the result as a note.
+
+    If they do, or cannot be packed, documents are computed one by one from now on, and the plan says so.
+    """
+    note = send_notes(parts.listener)
+    try:
+        note(_result_of(probe_leaks(run.learner, run.documents), run.learner))
+    except PackingFault as fault:
+        if not attention.is_packed(run.learner.model):
+            raise
+        run.learner.unpack()
+        found = probe_leaks(run.learner, run.documents)
+        because = str(fault.what)
+        run.plan = parts.plan = parts.plan.model_copy(update={"packing": Chosen(DOCUMENTS, because=because)})
+        if parts.world.is_first:
+            write_plan(parts.folder, parts.plan)
+        note(f"documents in training from here on: {DOCUMENTS} ({because})")
+        note(_result_of(found, run.learner))
+
+
+def _result_of(check: PackingCheck, learner: TrainableModel) -> str:
+    number = count(check.num_documents, "document")
+    if not attention.is_packed(learner.model):
+        return f"check passed: {number}, one by one, as transformers computes them"
+    return (
+        "check passed: rows packed together do not influence each other (no gradient crosses between "
+        f"{number}; logits differ by {max(check.packed_from_alone, check.alone_from_stock):.0e} from transformers')"
     )
-    parts.listener(Note(message))
 
 
 def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, Any]:

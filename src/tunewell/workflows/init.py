@@ -27,6 +27,7 @@ from tunewell.data.sources.recognise import Recognised, held_out_beside, read_op
 from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.model_files.facts import read_facts
+from tunewell.model_files.families import read_packing
 from tunewell.planning.first_config import InitResult, Recipe, config_text, find_recipe
 from tunewell.planning.recommendation import RECOMMENDED, is_open, recommend_settings, task_of_rows
 from tunewell.records.manifest import Manifest, RowsRecord
@@ -72,7 +73,7 @@ def init(
     with _naming_the_option():
         source = recognise(files, source_sets, limit=limit, ask=ask)
         sample = _sample(wanted, (plain, limit), template, source, progress)
-    facts, held_out = read_facts(base), held_out_beside(files)
+    facts, packing, held_out = read_facts(base), read_packing(base), held_out_beside(files)
     num_rows = count_rows(files, read_options(source, limit))
     own = {**source.settings, "path": plain, "limit": limit}
     tree = {**wanted.config.model_dump(exclude_unset=True), "data": {"sources": [own]}}
@@ -87,6 +88,7 @@ def init(
         text="",
         sample=sample,
         facts=facts,
+        packing=packing,
         num_rows=num_rows,
         held_out=held_out,
         template=template,

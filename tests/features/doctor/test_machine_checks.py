@@ -100,6 +100,16 @@ def test_a_model_folder_with_a_pointer_is_named_first(tmp_path, monkeypatch):
     assert first.commands == [f"git -C {tmp_path / 'model'} lfs pull"]
 
 
+@pytest.mark.parametrize(("kind", "is_refused"), [("bert", True), ("bloom", False), ("qwen3_next", False)])
+def test_a_model_that_cannot_be_trained_is_refused_before_training(tmp_path, kind, is_refused):
+    """Training asks the same function; a family that cannot be packed is no problem."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "model.safetensors").write_bytes(weights())
+    found = run_checks(sound(models=read_models(str(tmp_path))))
+    assert [(one.id, one.level) for one in found] == ([("model-not-supported", "broken")] if is_refused else [])
+    assert not is_refused or "`bert` models are not supported" in found[0].why
+
+
 def test_a_missing_shard_is_found(tmp_path):
     """The index lists files that were not downloaded."""
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(weights())

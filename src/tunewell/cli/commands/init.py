@@ -118,6 +118,8 @@ def source_sets(columns: str | None, encoding: str | None) -> list[str]:
 
 def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) -> str:
     """Return what the config is based on, with the reasons."""
+    from tunewell.model_files.families import ATTENTION
+
     sample, facts = result.sample, result.facts
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats}))
     size = f"{count(facts.num_parameters)} parameters" if facts.num_parameters else "size unknown"
@@ -129,6 +131,7 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
         template = "not used for plain text"
     rows = [
         ["model", f"{facts.name}: {size}, {limit}"],
+        *([["documents", result.packing.words]] if result.packing.level != ATTENTION else []),
         ["rows", f"{count(result.num_rows)} in `{data}`, format {formats}; {lengths}"],
         *(
             [_LABELS[key], _setting(value)]

@@ -7,6 +7,7 @@ from tunewell.cli.render import bar_table, folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.config.extensions import METHODS
 from tunewell.core.units import count, duration, percent, size_bytes
+from tunewell.model_files.families import ATTENTION
 from tunewell.planning.fit import Rung
 from tunewell.planning.result import PlanResult
 from tunewell.records.prediction import Measurement, Prediction
@@ -72,6 +73,8 @@ def _rows(result: PlanResult) -> list[list[str]]:
         for tokens, rate in result.sizes:
             mark = ", chosen" if tokens == plan.micro_batch_tokens.value else ""
             rows.append([f"  {count(tokens)}", f"{'#' * round(_BAR * rate / best)} {rate:,.0f} tokens/s{mark}"])
+    if plan.packing is not None and plan.packing.value != ATTENTION:
+        rows.append(["documents", f"{plan.packing.value}: {plan.packing.because}"])
     batch = plan.batch_documents if plan.batch_documents.value else plan.batch_tokens
     epochs = f"{plan.epochs.value:.3g} {'epoch' if plan.epochs.value == 1 else 'epochs'}"
     rows += [

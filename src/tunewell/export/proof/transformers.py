@@ -125,7 +125,7 @@ def _load_base(folder: Path, context: ProofContext) -> Any:
         folder,
         torch.device("cpu"),
         torch.float32,
-        attention="sdpa",
+        attention=None,
         added_tokens=tuple(context.proof.added_tokens),
         is_packed=False,
         is_whole=True,

@@ -61,6 +61,14 @@ def model_files(facts: Environment) -> Iterator[EnvironmentProblem]:
             )
         if model.damage:
             yield _damaged(model)
+        elif model.refusal:
+            yield EnvironmentProblem(
+                "model-not-supported",
+                "broken",
+                f"`{model.name}` cannot be trained",
+                model.refusal,
+                "use a model that generates text; `tunewell models` lists some",
+            )
 
 
 def _damaged(model: ModelState) -> EnvironmentProblem:
