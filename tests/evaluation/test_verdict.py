@@ -305,8 +305,13 @@ def test_the_next_value_is_named_where_the_present_one_is_known():
     run = replace(SICK["forgets"][0], new_run="run2", model_path="my run")
     command = "`tunewell train --config 'my run/config.yaml' --out run2 --set "
     advice = decide_verdict(run, RULES).reasons[0].next
-    assert advice.startswith(f"{command}train.replay=0.05`: ") and f"{command}train.learning_rate=0.00033`: " in advice
+    assert advice.startswith(f"{command}train.replay=0.2`: ") and f"{command}train.learning_rate=0.00033`: " in advice
     assert "`train.learning_rate=0.00033`" in decide_verdict(SICK["forgets"][0], RULES).reasons[0].next  # no run
+    most = decide_verdict(replace(run, replay=0.5), RULES).reasons[0].next
+    assert (
+        "replay" not in most
+        and "`train.replay=0.5`" in decide_verdict(replace(SICK["forgets"][0], replay=0.2), RULES).reasons[0].next
+    )
     unknown = replace(run, learning_rate=None)
     assert "a third of the `train.learning_rate`" in decide_verdict(unknown, RULES).reasons[0].next
 

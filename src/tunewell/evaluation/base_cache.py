@@ -60,8 +60,8 @@ _LOSSES, _ANSWERS = ("held_out", "everyday"), ("answers", "hinted", "ordinary")
 class BaseCache:
     """The stored outputs of one base model for one set of questions."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, shipped: Path | None = None) -> None:
+        self._path, self._shipped = path, shipped
 
     @classmethod
     def of(cls, model: ChatModel, questions: BaseQuestions) -> "BaseCache":
@@ -69,32 +69,39 @@ class BaseCache:
         if (weights := _weights(model)) is None:
             return cls(None)
         plan = model.ref.plan
-        settings: dict[str, Any] = {
+        asked: dict[str, Any] = {
             "weights": weights,
             "quantized": plan.quantized.model_dump(exclude={"because"}) if plan and plan.quantized else None,
             "added_tokens": [*model.ref.added_tokens, *model.tokenizer.added_by_us],
+            "questions": _digest(questions),
+        }
+        settings = asked | {
             "precision": model.precision,
             "device": model.device.label,
             "computed_by": model.computed_by,
             "versions": {"tunewell": __version__, **installed_versions(_PACKAGES)},
             "code": _code_stamp(),
-            "questions": _digest(questions),
         }
-        return cls(_CACHE.path(settings))
+        return cls(_CACHE.path(settings), _CACHE.path({"shipped": asked}))
 
     def read(self) -> tuple[ModelOutputs, str] | None:
-        """Return the stored outputs and the time of their measurement, or None. A damaged entry is ignored."""
-        if self._path is None or not self._path.is_file():
+        """Return the stored outputs and the time of their measurement, or None. A damaged entry is ignored.
+
+        The outputs that `tunewell demo` ships were measured on another machine; those of this one come first.
+        """
+        path = next((path for path in (self._path, self._shipped) if path is not None and path.is_file()), None)
+        if path is None:
             return None
         try:
-            with open_file(self._path) as stored, np.load(stored, allow_pickle=False) as file:
+            with open_file(path) as stored, np.load(stored, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             outputs = ModelOutputs(logits=arrays.get("logits"))
             for name in _LOSSES:
                 setattr(outputs, name, _losses(arrays, name))
             for name in _ANSWERS:
                 setattr(outputs, name, [Generated(*one) for one in json.loads(str(arrays[name]))])
-            made_at = datetime.fromtimestamp(self._path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+            when = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+            made_at = str(arrays.get("made_at", when))
         except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile):
             return None
         return outputs, made_at
@@ -104,6 +111,7 @@ class BaseCache:
         if self._path is None or outputs.everyday is None:
             return
         arrays: dict[str, Any] = {} if outputs.logits is None else {"logits": outputs.logits}
+        arrays["shipped"] = "" if self._shipped is None else self._shipped.stem
         for name in _LOSSES:
             losses: DocumentLosses | None = getattr(outputs, name)
             arrays |= {f"{name}.{part}": array for part, array in vars(losses).items()} if losses else {}

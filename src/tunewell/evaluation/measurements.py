@@ -51,6 +51,8 @@ class Measurements:
     is_adapter: bool = False
     learning_rate: float | None = None
     """Learning rate of the training, used in advice."""
+    replay: float = 0.0
+    """Share of everyday prompts in the training (`train.replay`)."""
     epochs: float | None = None
     max_steps: int | None = None
     """The setting `train.max_steps`, which takes precedence over the epochs."""
@@ -99,6 +101,11 @@ class Measurements:
             return f"Train it again with {named}: {expected}."
         command = ["tunewell", "train", "--config", f"{self.model_path}/config.yaml", "--out", self.new_run]
         return f"`{shlex.join([*command, *(part for own in settings for part in ('--set', own))])}`: {expected}."
+
+    @property
+    def more_replay(self) -> float:
+        """A larger `train.replay`. Few rows need more: of 120 rows, 0.2 kept half of what 0.5 kept."""
+        return min(0.5, max(0.05 if (self.num_rows or 0) >= 1_000 else 0.2, 2.5 * self.replay))
 
     @property
     def judged(self) -> list[AnsweredQuestion]:

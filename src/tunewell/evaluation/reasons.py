@@ -297,10 +297,16 @@ def damage(measured: Measurements) -> Iterator[Reason]:
                 code=kinds[found.name]["code"],
                 level="WEAK",
                 what=f"{kinds[found.name]['lead']}: {found.result}.",
-                next=measured.train_again("train.replay=0.05", expected="it repeats everyday answers, and forgets less")
-                + " "
-                + measured.train_again(measured.rate(1 / 3), expected="smaller steps forget less, too"),
+                next=_forget_less(measured),
             )
+
+
+def _forget_less(measured: Measurements) -> str:
+    smaller = measured.train_again(measured.rate(1 / 3), expected="smaller steps forget less")
+    if measured.more_replay <= measured.replay:
+        return smaller
+    replay = f"train.replay={measured.more_replay:g}"
+    return f"{measured.train_again(replay, expected='it repeats everyday answers, and forgets less')} {smaller}"
 
 
 def loss_notes(measured: Measurements, rules: VerdictRules) -> list[str]:

@@ -438,6 +438,7 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
     found: dict[str, Any] = {"is_adapter": ref.adapter is not None, "model_path": str(ref.path or ref.name)}
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}
+        found["replay"] = ref.plan.replay.value if ref.plan.replay else 0.0
         found["max_steps"] = ref.plan.config.get("train", {}).get("max_steps")
         if ref.path is not None and ref.kind == "run":
             found["new_run"] = free_name(ref.path)

@@ -1,8 +1,11 @@
 """`tunewell demo`: the first command that many people type."""
 
+import io
 import json
 from pathlib import Path
+from zipfile import ZipFile
 
+import numpy as np
 import pytest
 
 from tunewell.cli.main import main
@@ -49,4 +52,7 @@ def test_the_demo_ends_with_a_pass(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert main(["demo", "--out", str(tmp_path / "demo")]) == 0
     report = json.loads((tmp_path / "demo" / "run" / "report.json").read_text(encoding="utf-8"))
     assert report["verdict"] == "PASS"
+    with ZipFile(FOLDER / "base.zip") as archive, archive.open(archive.namelist()[0]) as file:
+        shipped_at = str(np.load(io.BytesIO(file.read()))["made_at"])
+    assert report["base_measured_at"] == shipped_at, "the shipped outputs are not found: run `pack_base.py`"
     assert "tunewell train YOUR_ROWS" in capfd.readouterr().out
