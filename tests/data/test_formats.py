@@ -433,7 +433,7 @@ def test_real_files_of_other_shapes_go_through_a_function(
     sets = [f"data.sources[0].map=rows.py:{function}", *batch_set, "packing.long_documents=split"]
     result = SimpleNamespace(**prepare(tmp_path, tiny_model, shared_data / name, sets=sets))
     assert num_rows in (None, result.rows_in)
-    assert result.rows_in == result.documents + result.held_out + sum(result.dropped.values())
+    assert result.rows_in == result.documents + result.selected + result.held_out + sum(result.dropped.values())
     assert set(result.sources[0]["formats"]) == expected
     assert set(result.dropped) <= {"dropped_by_map", "exact_duplicate", "empty_reply"}
     assert result.documents > 50
@@ -455,7 +455,7 @@ def test_shakespeare_is_cut_as_asked(cut, num_rows, shared_data, tiny_model, tmp
     sets = [f"data.sources[0].text_rows={cut}", "packing.long_documents=split", "data.held_out=0.0"]
     result = prepare(tmp_path, tiny_model, shared_data / "tinyshakespeare/input.txt", sets=sets)
     assert result["rows_in"] == num_rows
-    assert result["rows_in"] == result["documents"] + sum(result["dropped"].values())
+    assert result["rows_in"] == result["documents"] + result["selected"] + sum(result["dropped"].values())
     assert set(result["dropped"]) <= {"exact_duplicate"}
 
 
