@@ -44,7 +44,7 @@ def title(report: Report) -> str:
     model = report.subject.base or report.subject.name
     model = PurePath(model).name if PurePath(model).is_absolute() else model
     if model.startswith("package:"):
-        model = model.partition(" (")[2].rstrip(")") or model
+        model = model.partition(" (")[2].rstrip(")") or model.removeprefix("package:")
     return f"{model} on {tested_rows(report)}"
 
 
@@ -52,7 +52,8 @@ def tested_rows(report: Report) -> str:
     """Return the rows of a test by their files."""
     if report.subject.kind != "run" or report.ledger is None or "held-out rows" not in report.data:
         return report.data
-    return listed([source["name"] for source in report.ledger.sources], 2, noun="file")
+    sources = sorted(report.ledger.sources, key=lambda source: not source.get("documents"))  # a test file comes last
+    return listed([source["name"] for source in sources], 2, noun="file")
 
 
 def kinds_of(question: AnsweredQuestion) -> str:
