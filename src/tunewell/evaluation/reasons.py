@@ -185,7 +185,8 @@ def _below_minimum(measured: Measurements, score: str, example: str | None) -> I
 
 def _train_more(measured: Measurements) -> str:
     """Return what may make more answers right, best first: more training where it helps, rows, another model."""
-    falling = "more right answers: the held-out loss was still falling when it ended"
+    gain = "more right answers" if measured.min_right is not None else "a lower loss"
+    falling = f"{gain}: the held-out loss was still falling when it ended"
     if measured.is_still_falling:
         first = measured.train_again(measured.longer, expected=falling)
     else:
