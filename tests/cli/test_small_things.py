@@ -97,3 +97,17 @@ def test_a_run_in_place_of_rows_is_answered_with_the_command_that_resumes_it(tmp
     (tmp_path / "run B" / "plan.json").write_text("{}")
     assert main(["train", "--resume", "run B"]) == 2
     assert "`tunewell train --out 'run B' --resume`" in capsys.readouterr().err
+
+
+def test_the_command_that_resumes_a_run_uses_the_settings_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a command that reads the `tunewell.yaml` of another job in this folder, which takes precedence."""
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/plan.json").write_text("{}")
+    assert main(["train", "run"]) == 2
+    assert "`tunewell train --out run --resume`" in capsys.readouterr().err
+    Path("tunewell.yaml").write_text("model: other\n")
+    assert main(["train", "run"]) == 2
+    assert "`tunewell train --config run/config.yaml --out run --resume`" in capsys.readouterr().err

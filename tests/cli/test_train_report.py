@@ -133,6 +133,14 @@ def test_an_interrupted_run_says_so_first_and_how_to_go_on():
     assert lines[-1] == "to resume: `tunewell train --resume`"
 
 
+def test_a_best_step_with_a_higher_loss_is_said_to_be_chosen_by_right_answers():
+    """`1.0 -> 0.9, best 1.2 at step 40` contradicted itself."""
+    screen = train_result_screen(Result(), a_start())  # type: ignore[arg-type]
+    assert "best 0.9285 at step 90" in screen and "by right answers" not in screen
+    chosen = replace(Result(), held_out_best=0.9369, best_step=95)
+    assert "best 0.9369 at step 95, by right answers" in train_result_screen(chosen, a_start())  # type: ignore[arg-type]
+
+
 def test_a_run_that_could_measure_little_is_reported_too():
     """One step, nothing held out, no device memory, a loss that is not finite."""
     little = {"held_out_first": None, "held_out_last": None, "held_out_best": None, "best_step": None, "held_out": []}

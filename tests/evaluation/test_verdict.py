@@ -342,6 +342,22 @@ def test_an_unproven_verdict_says_how_many_questions_were_asked_and_would_decide
     assert "held_out" not in longer.next and "--set train.epochs=4`" in longer.next  # never `auto` on `auto`
 
 
+def test_a_task_without_right_answers_is_not_promised_more_of_them():
+    """`more right answers` stood under a task that the held-out loss decides."""
+    little = replace(TEXT, held_out=loss(2.0, 1.95), loss_difference=lower(0.05), new_run="run2", epochs=3.0)
+    [reason] = decide_verdict(replace(little, held_out_curve=curve(2.0, 1.97, 1.95)), RULES).reasons
+    assert "`: a lower loss: the held-out loss was still falling" in reason.next
+
+
+def test_a_model_behind_a_constant_answer_is_not_told_to_ask_more():
+    """12 of 60 right, 13 by one constant answer: `needs about 12,000 more`, and next `--set data.held_out=auto`."""
+    behind = constant([True] * 13 + [False] * 47, [False] * 8 + [True] * 12 + [False] * 40)
+    facts = replace(HEALTHY, constant=behind, num_held_out=40, num_rows=4000, new_run="run2", epochs=3.0)
+    [reason] = decide_verdict(facts, RULES).reasons
+    assert reason.code == "majority_only" and reason.level == "UNPROVEN"
+    assert "more" not in reason.what and "data.held_out" not in reason.next and "--set train." in reason.next
+
+
 def test_wordings_of_three_facts_do_not_show_that_the_base_is_better():
     """Guards the test of answers: twelve questions on three facts are three observations."""
     known = [asked(GOOD, base=GOOD)] * 40

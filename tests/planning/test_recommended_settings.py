@@ -149,6 +149,18 @@ def test_init_and_a_config_without_values_come_to_the_same(tmp_path, monkeypatch
         assert getattr(filled.config, section) == getattr(known.config, section)
 
 
+def test_texts_with_a_label_are_no_documents(tmp_path, monkeypatch, tiny_model):
+    """The labels were unknown, so every row was dropped: `600 rows without a question`, the batch of texts."""
+    monkeypatch.chdir(tmp_path)
+    lines = [f"Where is parcel {n} of order {n * n}?,{NAMES[n % 4]}" for n in range(60)]
+    Path("rows.csv").write_text("\n".join(["text,category", *lines]))
+    written = init("rows.csv", model=str(tiny_model))
+    known = load_config()
+    assert known.config.data.sources[0].format == "classification"
+    assert written.rows.task == "labels" and prepare(known).manifest.rows == written.rows
+    assert known.config.train.batch_documents == 4
+
+
 def test_a_run_that_is_resumed_keeps_the_values_of_its_plan():
     """The config file of a run of 0.1.0 need not name what was a default then: its plan knows."""
     loaded, before = load_config({"model": str(OLD_RUN.parent / "base")}), read_plan(OLD_RUN)

@@ -15,9 +15,15 @@ def rows(*replies, times=10, ask="Question {n} about it?"):
 
 
 CALLS = [json.dumps({"name": "search", "arguments": {"query": word}}) for word in ["tea", "milk", "bread", "salt"]]
+LISTED = ", ".join(f"topic {n}" for n in range(60))
+WORDS = [f"{first}{second}" for first in ("light", "water", "stone", "paper") for second in "abcdefghij"]
 FOUND = {
     "labels": rows("positive", "negative", "neutral", times=20),
     "labels, many, few rows of each": rows(*[f"topic {chr(97 + n)}" for n in range(20)], times=4, ask="It is {n}"),
+    "labels, each named in every question": [
+        Row(f"Which label fits this text? Labels: {LISTED}.\n\n{WORDS[n % 40]} {WORDS[n * 7 % 40]}", f"topic {n % 60}")
+        for n in range(240)
+    ],
     "labels, one only": rows("spam", times=40),
     "choice": rows("yes", "no", times=20),
     "choice, with reasons": [Row(f"Is {n} so?", f"{['Yes', 'No'][n % 2]}, because of {n * 7}.") for n in range(40)],

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from tunewell.config.rules import Storage
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
+from tunewell.data.rows.classification import labels_of
 from tunewell.data.rows.conversation import Message, Rejected
-from tunewell.data.rows.formats import Converter
+from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.sources.base import SourceOptions, find_files
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 
@@ -37,7 +39,6 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Sto
     """
     source = SourceConfig.model_validate(rows) if isinstance(rows, str) else rows
     path, found = source.path, list[Question]()
-    converter = Converter.of(source)
     read = replace(
         _READ,
         text_rows=source.text_rows,
@@ -50,7 +51,9 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Sto
         separator=source.separator,
     )
     options = SourceOptions(storage or Storage(), source.config, source.split, has_limit=source.limit is not None)
-    for row in islice(parsed_rows(find_files(path, base=base, options=options), read), source.limit):
+    files = find_files(path, base=base, options=options)
+    converter = Converter.of(source, FormatOptions(labels_of(source, partial(parsed_rows, files, read))))
+    for row in islice(parsed_rows(files, read), source.limit):
         try:
             conversation = converter.convert(row)[0]
         except Rejected:

@@ -185,7 +185,8 @@ def _below_minimum(measured: Measurements, score: str, example: str | None) -> I
 
 def _train_more(measured: Measurements) -> str:
     """Return what may make more answers right, best first: more training where it helps, rows, another model."""
-    falling = "more right answers: the held-out loss was still falling when it ended"
+    gain = "more right answers" if measured.min_right is not None else "a lower loss"
+    falling = f"{gain}: the held-out loss was still falling when it ended"
     if measured.is_still_falling:
         first = measured.train_again(measured.longer, expected=falling)
     else:
@@ -202,8 +203,10 @@ def _compared(
 ) -> Iterator[Reason]:
     """Yield FAIL if the model is worse than what it is compared with, UNPROVEN if no difference is shown."""
     if found.p > LEVEL:
-        what = f"Not shown to be better than {what}"
-        yield _unproven(measured, what, more=found.more_questions, example=example, code=code)
+        is_behind = found.difference < 0  # more questions would hardly show that it is better
+        more = None if is_behind else found.more_questions
+        reason = _unproven(measured, f"Not shown to be better than {what}", more=more, example=example, code=code)
+        yield reason.model_copy(update={"next": _train_more(measured)}) if is_behind else reason
     elif found.difference < 0:
         advice = measured.train_again(measured.rate(1 / 3), expected="answers closer to those of the base model")
         yield Reason(code=code, level="FAIL", what=f"Worse than {what}", example=example, next=advice)

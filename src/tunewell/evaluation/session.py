@@ -435,6 +435,7 @@ class EvaluationSession:
 
 def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any]:
     """Return the fields of Measurements that describe the training, for advice."""
+    held_out: Any = "auto"
     found: dict[str, Any] = {"is_adapter": ref.adapter is not None, "model_path": str(ref.path or ref.name)}
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}
@@ -442,8 +443,10 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
         found["max_steps"] = ref.plan.config.get("train", {}).get("max_steps")
         if ref.path is not None and ref.kind == "run":
             found["new_run"] = free_name(ref.path)
-        found["is_held_out_auto"] = ref.plan.config.get("data", {}).get("held_out", "auto") == "auto"
+        held_out = ref.plan.config.get("data", {}).get("held_out", "auto")
+        found["is_held_out_auto"] = held_out == "auto"
         found["corpus"] = str(short_path(Path(ref.corpus or ref.plan.corpus)))
     if counts is not None:
-        found["num_rows"] = counts.documents + counts.selected + counts.held_out
+        has_test_file = isinstance(held_out, str) and held_out != "auto"
+        found["num_rows"] = counts.documents + counts.selected + (0 if has_test_file else counts.held_out)
     return found

@@ -189,9 +189,11 @@ def _name_facts(found: _Rows, folded: Sequence[str]) -> bool:
     )
     if with_value > 0.3:
         return True
+    words = [{word for word in split_words(row.question) if len(word) > 3} for row in found.rows]
+    instruction = set[str].intersection(*words)  # `Which label fits this text? Labels: ...` is in every question
     questions = defaultdict[str, list[set[str]]](list)
-    for row, reply in zip(found.rows, folded, strict=True):
-        questions[reply].append({word for word in split_words(row.question) if len(word) > 3})
+    for own, reply in zip(words, folded, strict=True):
+        questions[reply].append(own - instruction)
     overlaps = [
         len(one & other) / max(1, min(len(one), len(other)))
         for same in list(questions.values())[:_SAMPLE]

@@ -24,7 +24,10 @@ _CACHE = DiskCache("replay", max_entries=64)
 
 def add_replay(parts: RunInputs, run: Run) -> None:
     """Add the replayed documents to those of the run, if its order has some. Rank 0 answers the prompts."""
+    planned = parts.plan.replay
     if not run.order.num_replayed:
+        if planned is not None and not planned.value and parts.config.train.replay not in ("auto", 0):
+            run.listener(Note(f"no replay: {planned.because}"))
         return
     with parts.world.failing_together():
         replay = _replayed(parts, run) if parts.world.is_first else []

@@ -16,7 +16,7 @@ from tunewell.core.progress import silent
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.features.sweep import budget as module
 from tunewell.features.sweep.budget import candidates, conclude_budget, parse_budget, selection_sets
-from tunewell.features.sweep.sweep import Trial, TrialResult, conclude
+from tunewell.features.sweep.sweep import SweepSpec, Trial, TrialResult, conclude
 from tunewell.features.sweep.workflow import SweepOptions, sweep
 from tunewell.planning.recommendation import with_recommended
 from tunewell.workflows.prepare import prepare
@@ -105,8 +105,22 @@ def test_it_says_whether_the_default_is_beaten(monkeypatch: pytest.MonkeyPatch, 
         for name, rate in (("a", "0.001"), ("b", "0.002"))
     ]
     trials = [Trial(one.name, one.settings) for one in results]
-    found = conclude_budget(conclude(Path(), {"train.learning_rate": []}, results), trials)
+    spec = SweepSpec({}, ["seed=1"], model="base", data=["my rows.jsonl"], judged_with=["data.selection=0"])
+    found = conclude_budget(conclude(Path(), {"train.learning_rate": []}, results), spec, trials)
     assert found.best is not None and found.best.name == ("b" if is_better else "a")
     assert ("not beaten" in found.conclusion) != is_better
-    assert found.next_command == "tunewell train" + (" --set train.learning_rate=0.002" if is_better else "")
+    command = "tunewell train --model base --data 'my rows.jsonl' --set seed=1"
+    assert found.next_command == command + (" --set train.learning_rate=0.002" if is_better else "")
     assert json.dumps(found.as_json()) and found.runs[0].right == 50 + gain
+
+
+def test_a_difference_that_the_best_of_six_reaches_by_chance_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`not beaten` stood beside an interval above zero: the choice among several was counted, but not told."""
+    right = {name: [index < (57 if name == "b" else 50) for index in range(100)] for name in "abcdefg"}
+    monkeypatch.setattr(
+        module, "right_answers", lambda run: {("rows", index): own for index, own in enumerate(right[run])}
+    )
+    results = [TrialResult(name, name, {"train.epochs": name}, "finished", held_out=1.0) for name in right]
+    trials = [Trial(one.name, one.settings) for one in results]
+    found = conclude_budget(conclude(Path(), {"train.epochs": []}, results), SweepSpec({}, []), trials)
+    assert "not beaten" in found.conclusion and "which the best of 6 may reach by chance" in found.conclusion

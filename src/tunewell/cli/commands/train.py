@@ -77,8 +77,14 @@ def command(
     from tunewell.runs.supervisor import can_supervise
 
     if rows is not None and (Path(rows) / PLAN).is_file():
-        fix = f"`tunewell train --out {shlex.quote(rows)} --resume`"
-        raise UserError(f"`{rows}` is a run, and no rows", fix=f"to resume it: {fix}")
+        from tunewell.config.load import FILE_NAME
+        from tunewell.records.rundir import RUN_CONFIG
+
+        run = shlex.quote(rows)  # a config in this folder would take precedence over that of the run
+        own = f" --config {shlex.quote(f'{rows}/{RUN_CONFIG}')}" if Path(FILE_NAME).is_file() else ""
+        raise UserError(
+            f"`{rows}` is a run, and no rows", fix=f"to resume it: `tunewell train{own} --out {run} --resume`"
+        )
     if rows is not None:
         _write_first_config(rows, model, given, data, can_ask=worker is None and not json)
 

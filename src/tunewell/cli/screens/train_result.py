@@ -53,6 +53,8 @@ def _result_rows(result: TrainResult, start: RunStarted | None) -> list[tuple[st
         change = f"{format_loss(result.held_out_first)} -> {format_loss(result.held_out_last)}"
         has_best = result.held_out_best is not None and result.best_step is not None
         best = f"best {format_loss(result.held_out_best)} at step {count(result.best_step or 0)}" if has_best else ""
+        if any(loss < (result.held_out_best or 0.0) for step, loss in result.held_out if step):
+            best += ", by right answers"  # not the lowest loss
         rows.append(("held-out", change, best))
     memory = f"at most {size_bytes(result.peak_memory_bytes)} of memory" if result.peak_memory_bytes else ""
     rows.append(("speed", format_speed(result.tokens_per_second), memory))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -15,6 +16,7 @@ from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count, listed
 from tunewell.core.version import made_by
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
+from tunewell.data.rows.classification import labels_of
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import (
@@ -226,12 +228,7 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
 
         require_same_text(files, source, text.tokenizer, masker)
     marks_input = masker is not None and "has_input" in masker.template.source
-    options = FormatOptions(labels=source.labels, marks_input=marks_input)
-    if source.format == "classification" and not source.labels:
-        from tunewell.data.rows.classification import collect_labels  # not needed for other formats
-
-        labels = collect_labels(parsed_rows(files, read), source.columns, source.path)
-        options = replace(options, labels=labels)
+    options = FormatOptions(labels=labels_of(source, partial(parsed_rows, files, read)), marks_input=marks_input)
     settings = {
         "source": source.model_dump(
             mode="json", exclude={"path", "config", "split", "share", "limit", "map", "template"}

@@ -1,9 +1,10 @@
 """Classification sets: a text and its label become a question that names all labels, and the label as the answer."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.data.rows.column_names import LABELS, TEXTS, first_present, is_labelled_text
@@ -66,6 +67,13 @@ def _distinct_labels(rows: Iterable[Any], columns: Mapping[str, str], source: st
             f"`{source}` has no label column", fix=f"name it: `columns: {{label: YOURS}}` (known: {', '.join(LABELS)})"
         )
     return labels
+
+
+def labels_of(source: SourceConfig, rows: Callable[[], Iterable[Any]]) -> tuple[str, ...]:
+    """Return the labels of a source: those of its config, or of all its rows; empty for other formats."""
+    if source.format != "classification" or source.labels:
+        return source.labels
+    return collect_labels(rows(), source.columns, source.path)
 
 
 def find_labels(first: Sequence[Any], rows: Iterable[Any]) -> tuple[str, ...]:

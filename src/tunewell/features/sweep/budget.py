@@ -4,6 +4,7 @@ Runs are judged by right answers on a slice of the training rows; the held-out r
 """
 
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,7 +57,7 @@ def budgeted(
         fix = f"two runs take about {duration(needed)}: give more time, or fewer rows"
         raise UserError(f"the budget of {duration(spec.budget or 0.0)} is too short", fix=fix)
     alternatives = {key: list(dict.fromkeys(own.settings[key] for own in trials)) for key in trials[0].settings}
-    return replace(spec, alternatives=alternatives, fixed=[*spec.fixed, *selection_sets(corpus, out)]), trials
+    return replace(spec, alternatives=alternatives, judged_with=selection_sets(corpus, out)), trials
 
 
 def candidates(loaded: LoadedConfig) -> list[dict[str, Any]]:
@@ -95,7 +96,7 @@ def right_answers(run: str) -> dict[tuple[str, int], bool]:
     return {(own.source, own.row): own.tuned.right for own in found if own.tuned.right is not None}
 
 
-def conclude_budget(result: SweepResult, trials: Sequence[Trial]) -> SweepResult:
+def conclude_budget(result: SweepResult, spec: SweepSpec, trials: Sequence[Trial]) -> SweepResult:
     """Name the best settings by right answers, and whether they beat those of `train`. Without answers: by the loss."""
     answers = {one.name: right_answers(one.run) for one in result.runs if one.is_complete}
     judged = [
@@ -116,9 +117,13 @@ def conclude_budget(result: SweepResult, trials: Sequence[Trial]) -> SweepResult
         f"{best.right} of {best.judged} right with the best of {count(len(others), 'other')}, {default.right} with them"
     )
     conclusion += f": {told}; difference {100 * found.low:+.0f} to {100 * found.high:+.0f} points"
+    if found.low > 0 and not is_better:
+        conclusion += f", which the best of {count(len(others))} may reach by chance"
     chosen = best if is_better else default
-    words = [f"--set {key}={value}" for key, value in chosen.settings.items() if value != default.settings[key]]
-    command = " ".join(["tunewell train", *words])
+    sets = [f"{key}={value}" for key, value in chosen.settings.items() if value != default.settings[key]]
+    given = {"--config": [spec.config], "--model": [spec.model], "--data": spec.data, "--set": [*spec.fixed, *sets]}
+    words = [part for name, values in given.items() for value in values if value for part in (name, value)]
+    command = shlex.join(["tunewell", "train", *words])
     rest = [one for one in result.runs if one.name not in {own.name for own in judged}]
     runs = [*sorted(judged, key=lambda one: -(one.right or 0)), *rest]
     return replace(result, runs=runs, best=chosen, margin=None, conclusion=conclusion, next_command=command)

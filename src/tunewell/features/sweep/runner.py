@@ -109,7 +109,11 @@ class SweepRunner:
         data = self.spec.data or None
         with _naming(trial):
             return load_for_run(
-                self.config, [*self.spec.fixed, *sets, *places], is_resuming=False, model=self.spec.model, data=data
+                self.config,
+                [*self.spec.fixed, *self.spec.judged_with, *sets, *places],
+                is_resuming=False,
+                model=self.spec.model,
+                data=data,
             )
 
     def prepare(self) -> None:
@@ -221,7 +225,7 @@ class SweepRunner:
             words = ["tunewell", "compare" if len(best) > 1 else "validate", *(one.run for one in best)]
             result = replace(result, next_command=shlex.join(words))
             if self.spec.budget is not None:
-                result = conclude_budget(result, self.trials)
+                result = conclude_budget(result, self.spec, self.trials)
         write_sweep(self.folder, self.spec, self.trials, result)
         return result
 

@@ -153,6 +153,8 @@ class SweepSpec:
     """Seconds for all runs; None without `--budget`."""
     folder: str = ""
     """The folder in which the command ran, from which relative paths start."""
+    judged_with: list[str] = field(default_factory=list)
+    """The settings of the runs of a budget by which they are judged on a slice, not on the held-out rows."""
 
 
 def write_sweep(folder: Path, spec: SweepSpec, trials: Sequence[Trial], result: "SweepResult | None" = None) -> None:
