@@ -14,7 +14,7 @@ def test_rows_of_a_test_file_are_not_rows_that_could_be_held_out(held_out: Any, 
     """`153 of 3,060 rows are held out` with `data.held_out: auto`: without the file there are 3,000 rows."""
     chosen = SimpleNamespace(value=1.0)
     plan = SimpleNamespace(
-        learning_rate=chosen, epochs=chosen, corpus="corpus", config={"data": {"held_out": held_out}}
+        replay=None, learning_rate=chosen, epochs=chosen, corpus="corpus", config={"data": {"held_out": held_out}}
     )
     ref: Any = SimpleNamespace(adapter=None, path=None, name="model", plan=plan, kind="run", corpus=None)
     sums: dict[str, Any] = {"dropped": {}, "tokens": 1, "supervised": 1, "sources": []}

@@ -51,8 +51,8 @@ class Measurements:
     is_adapter: bool = False
     learning_rate: float | None = None
     """Learning rate of the training, used in advice."""
-    replay: float = 0.0
-    """Share of everyday prompts in the training (`train.replay`)."""
+    replay: float | None = 0.0
+    """Share of everyday prompts in the training (`train.replay`); None if the run can have none."""
     epochs: float | None = None
     max_steps: int | None = None
     """The setting `train.max_steps`, which takes precedence over the epochs."""
@@ -105,7 +105,7 @@ class Measurements:
     @property
     def more_replay(self) -> float:
         """A larger `train.replay`. Few rows need more: of 120 rows, 0.2 kept half of what 0.5 kept."""
-        return min(0.5, max(0.05 if (self.num_rows or 0) >= 1_000 else 0.2, 2.5 * self.replay))
+        return min(0.5, max(0.05 if (self.num_rows or 0) >= 1_000 else 0.2, 2.5 * (self.replay or 0.0)))
 
     @property
     def judged(self) -> list[AnsweredQuestion]:

@@ -306,7 +306,7 @@ def damage(measured: Measurements) -> Iterator[Reason]:
 
 def _forget_less(measured: Measurements) -> str:
     smaller = measured.train_again(measured.rate(1 / 3), expected="smaller steps forget less")
-    if measured.more_replay <= measured.replay:
+    if measured.replay is None or measured.more_replay <= measured.replay:
         return smaller
     replay = f"train.replay={measured.more_replay:g}"
     return f"{measured.train_again(replay, expected='it repeats everyday answers, and forgets less')} {smaller}"

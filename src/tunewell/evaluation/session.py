@@ -55,6 +55,7 @@ from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
 from tunewell.machine.device import torch_threads
+from tunewell.model_files.presets import is_preset
 from tunewell.models.attention import stock_attention
 from tunewell.models.support import quiet
 from tunewell.records.plan import Chosen
@@ -439,7 +440,10 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
     found: dict[str, Any] = {"is_adapter": ref.adapter is not None, "model_path": str(ref.path or ref.name)}
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}
-        found["replay"] = ref.plan.replay.value if ref.plan.replay else 0.0
+        own, config = ref.plan.replay, ref.plan.config
+        has_template = config.get("template", {}).get("name", "auto") == "auto"
+        cannot = not has_template or is_preset(config.get("model") or "") or config.get("method", {}).get("adapter")
+        found["replay"] = None if cannot else own.value if own else 0.0
         found["max_steps"] = ref.plan.config.get("train", {}).get("max_steps")
         if ref.path is not None and ref.kind == "run":
             found["new_run"] = free_name(ref.path)
