@@ -64,6 +64,7 @@ class Result:
 
 def place(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model as `load_model` does."""
+    attention.register()
     if fit_packing(model.config, longest=40).level == DOCUMENTS:
         attention.unpack(model)
     else:

@@ -191,5 +191,5 @@ def test_runs_are_compared_with_their_base_and_a_run_that_reads_only_with_passag
     rows = [json.loads(line) for line in (COLLEGE / "train.jsonl").read_text().splitlines()][:25]
     Path("seen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["compare", "run", "--index", "index", "--questions", "2", "--passages", "1", "--data", "seen.jsonl"]
-    assert main(command) == 0
-    assert "2 of 2 questions are in the training rows of run" in " ".join(capsys.readouterr().out.split())
+    assert main(command) == 2
+    assert "all 25 rows of `seen.jsonl` are training rows" in " ".join(capsys.readouterr().err.split())
