@@ -1,6 +1,6 @@
 """The demo: from 150 rows to a model that has learned them, and the proof of it, on a laptop, without a network.
 
-Run it with `make demo-full`. It works in the folder `demo-full/` at the top of the project, which it makes anew each time.
+Run it with `make demo-full`. It works in the folder `demo-full/` at the top of the project, which it makes anew.
 """
 
 import json
@@ -76,7 +76,8 @@ def main() -> int:
     say("\nOpen `demo-full/run/report.html` and `demo-full/comparison/compare.html` in a browser. To talk with it:")
     say("`cd demo-full`, then")
     say(f"`{Path(sys.executable).parent / 'tunewell'} chat run`.")
-    say("With Ollama, in `demo-full/run/export/ollama`: `ollama create colleges -f Modelfile`, then `ollama run colleges`.")
+    say("With Ollama, in `demo-full/run/export/ollama`:")
+    say("`ollama create colleges -f Modelfile`, then `ollama run colleges`.")
     return 0
 
 
