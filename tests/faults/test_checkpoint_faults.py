@@ -407,7 +407,9 @@ def test_a_signal_during_a_save_lets_it_finish_and_a_second_does_not(server, sta
     os.kill(child, signal.SIGTERM)
     wait_for(start.parent / "asked")
     if twice:
-        os.kill(child, signal.SIGINT)
+        for _ in range(3):  # on a busy machine, one may arrive while the first is still handled
+            os.kill(child, signal.SIGINT)
+            time.sleep(0.3)
     else:
         (start.parent / "released").touch()
     assert server.exit_code() == (130 if twice else 143)
