@@ -18,7 +18,7 @@ TRL_PINS := transformers==4.57.3 trl==0.26.1
 # Without compiled bytecode each process that a test starts compiles transformers again, which takes 2 to 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts without-features demo demo-full bench clean
+.PHONY: help setup test test-all test-old faults attacks fuzz soak slurm release check lint types contracts docs counts without-features demo demo-full bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ fuzz: setup ## random bytes for every parser of foreign data; SECONDS=180 for ea
 
 soak: setup ## train, kill, resume and evaluate in a loop with random faults; MINUTES=40 sets the length
 	$(BIN)/python tests/hardening/soak.py --minutes $(MINUTES) --out build/soak
+
+slurm: setup ## a real Slurm of two nodes on this machine: preempted, killed and cancelled jobs (Debian: slurm-wlm, munge)
+	$(BIN)/python tests/features/launch/two_nodes.py
 
 release: setup ## build the wheel and the sdist of HEAD into dist/, the same bytes on every machine
 	$(BIN)/python tests/house/release.py --out dist

@@ -361,6 +361,31 @@ def test_a_stopped_run_continues_with_resume(trained, monkeypatch, tmp_path):
     assert main(["train", "--resume", "--allow-change", "learning_rate"]) == 0
 
 
+@pytest.mark.parametrize(("status", "expected"), [("finished", 0), ("stopped", 4)])
+def test_a_requeued_job_ends_with_the_run_that_has_ended(trained, monkeypatch, tmp_path, capsys, status, expected):
+    """A job that trains a finished run again, or repeats a stopped one, holds its machines for nothing."""
+    monkeypatch.chdir(tmp_path)
+    _end_run(tmp_path / "run", status, "PASS" if status == "finished" else None)
+    calls = trained(None)
+    assert main(["train", "--no-supervisor", "--resume-or-start"]) == expected
+    assert "has already ended" in capsys.readouterr().out and calls == []
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_resume_or_start_resumes_only_a_run_that_has_begun(trained, monkeypatch, tmp_path, has_begun):
+    """The same command must start a job and go on with it; `--resume` alone fails in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    if has_begun:
+        (tmp_path / "run").mkdir()
+        write_plan(tmp_path / "run", make_plan())
+    else:
+        (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    calls = trained(Result())
+    data = [] if has_begun else ["--data", "rows.jsonl"]
+    assert main(["train", "--no-supervisor", "--resume-or-start", "--model", "preset:tiny-1m", *data]) == 0
+    assert [options.is_resuming for _, options in calls] == [has_begun]
+
+
 def _end_run(run: Path, status, verdict):
     run.mkdir()
     write_plan(run, make_plan())

@@ -64,7 +64,13 @@ class RunOptions(WeightsOptions):
 
 OPEN_BOOK_CORPUS = "corpus-open-book"
 REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"
-_FLAGS_OF_ONE_START = {"--resume": False, "--allow-change": True, "--worker": True, "--supervised": True}
+_FLAGS_OF_ONE_START = {
+    "--resume": False,
+    "--resume-or-start": False,
+    "--allow-change": True,
+    "--worker": True,
+    "--supervised": True,
+}
 """Flags that a later resume must not repeat -> whether the flag has a value."""
 
 
@@ -123,13 +129,18 @@ def _key(text: str) -> tuple[str | int, ...]:
         return ()
 
 
-def ended_before(loaded: LoadedConfig) -> Outcome | None:
-    """Return the outcome of a run that a launcher starts again after its end, or None.
+def has_begun(loaded: LoadedConfig) -> bool:
+    """Return True if the run folder has a run to resume."""
+    return (loaded.path(loaded.config.run) / PLAN).is_file()
 
-    A stopped run counts only on a restart by the launcher: `--resume` alone continues it.
+
+def ended_before(loaded: LoadedConfig, *, is_repeated: bool = False) -> Outcome | None:
+    """Return the outcome of a run that is started again after its end, by a launcher or `is_repeated`, or None.
+
+    A stopped run counts only if its command is repeated: `--resume` alone continues it.
     """
-    outcome = find_outcome(loaded.path(loaded.config.run)) if is_launched() else None
-    ends = ("finished", "stopped") if num_restarts() else ("finished",)
+    outcome = find_outcome(loaded.path(loaded.config.run)) if is_launched() or is_repeated else None
+    ends = ("finished", "stopped") if num_restarts() or is_repeated else ("finished",)
     return outcome if outcome and outcome.status in ends else None
 
 

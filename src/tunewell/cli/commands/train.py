@@ -42,6 +42,7 @@ _INDEX = "Train the model to answer from this index: the rows get passages, and 
 _STRICT = "Under `torchrun`, exit with the code of the verdict instead of 0."
 _NO_SUPERVISOR = "Train in this process, for debuggers. A crash ends the run."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
+_RESUME_OR_START = "Resume the run in that folder if it has begun, else start it: for jobs that are started again."
 
 
 def command(
@@ -55,6 +56,7 @@ def command(
     seed: Annotated[int | None, Option("Random seed.", "N")] = None,
     device: RunDevice = None,
     resume: Annotated[bool, Option(_RESUME)] = False,
+    resume_or_start: Annotated[bool, Option(_RESUME_OR_START, is_rare=True)] = False,
     allow_change: Annotated[
         list[str] | None, Option("Resume even though this setting has changed. Can be repeated.", "NAME", is_rare=True)
     ] = None,
@@ -74,6 +76,7 @@ def command(
 ) -> int:
     """Train the model and test it (prepares the data first if needed)."""
     from tunewell.records.plan import PLAN
+    from tunewell.runs.config import has_begun
     from tunewell.runs.supervisor import can_supervise
 
     if rows is not None and (Path(rows) / PLAN).is_file():
@@ -99,6 +102,8 @@ def command(
             sets.append(f"export.to={dumps([name.strip() for name in export.split(',')])}")
         return load_for_run(given.config, sets, is_resuming=resume, model=model, data=data, seed=seed)
 
+    if resume_or_start:
+        resume = has_begun(load())
     if worker is None and not no_supervisor and not rehearse and can_supervise():
         return _supervise(load, context.obj)
     from tunewell.cli.screens.training import shown_training
@@ -106,8 +111,8 @@ def command(
 
     loaded = load()
     # A run that torchrun restarts is resumed, if it had begun.
-    resume = resume or (num_restarts() > 0 and (loaded.path(loaded.config.run) / PLAN).is_file())
-    if resume and not allow_change and (outcome := ended_before(loaded)):
+    resume = resume or (num_restarts() > 0 and has_begun(loaded))
+    if resume and not allow_change and (outcome := ended_before(loaded, is_repeated=resume_or_start)):
         code = _report_ended(loaded.config.run, outcome, json=json)
         return exit_code_of(outcome.status, code, is_strict=strict)
     require_inputs(loaded, is_resuming=resume)
