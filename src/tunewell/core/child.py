@@ -110,8 +110,9 @@ class Child:
         log: Path | None = None,
     ) -> None:
         """Start the process. With a session of its own, it gets no signals of the terminal. `log` keeps its stderr."""
-        kept = open_file(log, "w+b") if log else None
-        self._errors: IO[bytes] | None = None if shows_errors else kept or tempfile.TemporaryFile()
+        self._errors: IO[bytes] | None = None
+        if not shows_errors:
+            self._errors = open_file(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._process: Process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -8,7 +8,7 @@ Registered in `ENGINES` (`config/extensions.py`); `features/engines` has two.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from tunewell.config.extensions import ENGINES, NATIVE
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.launcher import is_launched
-from tunewell.data.batches import DataOrder
+from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
 from tunewell.model_files.weights import fingerprint_weights
 from tunewell.records.checkpoint import saved_steps
@@ -33,6 +33,7 @@ from tunewell.training.events import Evaluated, Healed, RunStarted, StepTaken
 from tunewell.training.find_checkpoints import find_newest
 from tunewell.training.recovery import HealingState
 from tunewell.training.run import Ending, RunProgress
+
 
 class TrainingEngine(Protocol):
     """A program that takes the training steps of a run, such as the trainer of another library."""
@@ -86,25 +87,17 @@ def _require_same_engine(run: Path, name: str) -> None:
         )
 
 
-def adapt_plan(plan: Plan, order: DataOrder, corpus: Corpus, engine: TrainingEngine, record: EngineRecord) -> Plan:
+def adapt_plan(plan: Plan, corpus: Corpus, engine: TrainingEngine, record: EngineRecord) -> Plan:
     """Return the plan of a run with another engine: steps of whole documents, and no prediction of ours."""
-    if plan.batch_documents.value is None:
-        assert plan.batch_tokens.value is not None
-        number = max(1, round(plan.batch_tokens.value / max(1.0, float(order.lengths.mean()))))
-        because = f"about {plan.batch_tokens.value} tokens: `{record.name}` counts documents"
-        order = replace(order, batch_tokens=None, batch_documents=number)
-        steps = plan.num_steps
-        if plan.config["train"]["max_steps"] is None:
-            steps = replace(steps, value=order.num_steps(plan.epochs.value))
-        plan = plan.model_copy(
-            update={
-                "batch_documents": Chosen(number, because=because),
-                "batch_tokens": Chosen(None, because="`batch_documents` sets the size of a step"),
-                "num_steps": steps,
-            }
+    update: dict[str, Any] = {"engine": record, "prediction": None}
+    if plan.answers is not None:
+        update["answers"] = Chosen(0, because=f"`{record.name}` compares checkpoints by the loss")
+    if tokens := plan.batch_tokens.value:
+        number = max(1, round(tokens / float(corpus.index["length"].mean())))
+        update["batch_documents"] = Chosen(
+            number, because=f"about {count(tokens, 'token')}; `{record.name}` counts rows"
         )
-    by_loss = Chosen(0, because=f"`{record.name}` compares checkpoints by the loss") if plan.answers else None
-    update = {"engine": record, "prediction": None, "answers": by_loss}
+        update["batch_tokens"] = Chosen(None, because="`batch_documents` sets the size of a step")
     return engine.adapt(plan.model_copy(update=update), corpus)
 
 
@@ -133,9 +126,7 @@ class EngineRun:
 
     def __post_init__(self) -> None:
         note, config, plan = self.recorder.note, self.loaded.config, self.plan
-        self.checkpoints = Checkpoints(
-            self.folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note
-        )
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note)
         self.events = EventLog(self.folder / "events.jsonl", on_trouble=note)
         self.healing = HealingState(self.folder / HEALING, on_trouble=note)
         self.healing.restore(read_healing(self.folder))

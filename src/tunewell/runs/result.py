@@ -226,7 +226,13 @@ class EndedRun(Protocol):
 
 
 def make_result(
-    loaded: LoadedConfig, run: EndedRun, ending: Ending, *, recorder: MetricsRecorder, first_tokens: int, options: RunOptions
+    loaded: LoadedConfig,
+    run: EndedRun,
+    ending: Ending,
+    *,
+    recorder: MetricsRecorder,
+    first_tokens: int,
+    options: RunOptions,
 ) -> TrainResult:
     """Return the result of a run. `first_tokens` is the number of tokens trained on before this process started."""
     folder = run.checkpoints.folder

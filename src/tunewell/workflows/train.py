@@ -33,8 +33,8 @@ from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan, Start, read_plan
 from tunewell.records.report import EXIT_NOT_VALIDATED
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
-from tunewell.runs.engines import EngineRun, TrainingEngine, adapt_plan, find_engine
 from tunewell.runs.config import RunOptions, as_first_started, missing_rows, require_training_data, with_start
+from tunewell.runs.engines import EngineRun, TrainingEngine, adapt_plan, find_engine
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Pulse
 from tunewell.runs.outcome import update_outcome, write_run_files
@@ -190,7 +190,7 @@ class Training:
             plan, order = self.predicted_plan(corpus)
             plan = plan.model_copy(update={"start": self.start})
             if self.engine is not None:
-                plan = adapt_plan(plan, order, corpus, *self.engine)
+                plan = adapt_plan(plan, corpus, *self.engine)
             if self.start is not None:
                 self.recorder.note(f"training goes on from `{self.start.path}`")
             if self.options.is_resuming:

@@ -5,7 +5,6 @@ It runs in the engine's process, which may have no tunewell: only the modules th
 
 import hashlib
 import math
-import os
 import time
 from typing import Any
 
@@ -15,6 +14,8 @@ from transformers import TrainerCallback
 
 from tunewell.training.finite_checks import checked_outputs, is_finite
 from tunewell.training.health import HealthFinding, HealthMonitor, RunContext, StepMetrics
+
+_NOT_REPORTED = ("seconds", "norm_limit", "held_out_loss")
 
 
 class Observer(TrainerCallback):
@@ -33,6 +34,7 @@ class Observer(TrainerCallback):
         self.held_out: list[tuple[float, int, int]] = []
         """Loss, supervised tokens and documents of the batches of an evaluation."""
         self.report: dict[str, Any] = {}
+        """The metrics of this step."""
         self.clock = time.perf_counter()
         self._training_step, trainer.training_step = trainer.training_step, self.training_step
         self._prediction_step, trainer.prediction_step = trainer.prediction_step, self.prediction_step
@@ -90,14 +92,11 @@ class Observer(TrainerCallback):
             scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None,
             was_skipped=not is_good,
         )
-        names = ("loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "memory_bytes", "scale")
         digest = hashlib.sha256(b"".join(batch["input_ids"].cpu().numpy().tobytes() for batch in self.batches))
         self.report = {
-            **{name: getattr(metrics, name) for name in names},
-            "step": step,
+            **{name: value for name, value in vars(metrics).items() if name not in _NOT_REPORTED},
             "documents": sum(len(batch["labels"]) for batch in self.batches),
             "batch_sha256": digest.hexdigest()[:16],
-            "was_skipped": metrics.was_skipped,
             "micro_batches": len(self.batches),
         }
         place = None if is_good else self.locate(model)
@@ -131,7 +130,7 @@ class Observer(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Let the parent copy the checkpoint before a later one replaces it."""
-        self.parent.save(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
+        self.parent.save(f"{args.output_dir}/checkpoint-{state.global_step}")
         self.clock = time.perf_counter()
 
     def check(self, metrics: StepMetrics, place: str | None) -> None:

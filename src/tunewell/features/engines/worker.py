@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _OTHER_NAMES = {
@@ -74,7 +75,7 @@ def arguments(function: Callable[..., Any], wanted: dict[str, Any]) -> dict[str,
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
     found: dict[str, Any] = {}
     for name, value in wanted.items():
-        names = [own for own in (name, _OTHER_NAMES.get(name)) if own in known]
+        names = [own for own in (name, _OTHER_NAMES.get(name, name)) if own in known]
         if not names and not takes_all:
             raise TypeError(f"`{getattr(function, '__name__', function)}` of this version has no argument `{name}`")
         found[names[0] if names else name] = value
@@ -102,14 +103,13 @@ def load_trl(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return model, {}
     from peft import LoraConfig
 
-    wanted = {name: value for name, value in adapter.items() if value is not None}
-    return model, {"peft_config": LoraConfig(**arguments(LoraConfig, {**wanted, "task_type": "CAUSAL_LM"}))}
+    return model, {"peft_config": LoraConfig(**arguments(LoraConfig, {**adapter, "task_type": "CAUSAL_LM"}))}
 
 
 def load_unsloth(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the model with its adapter. Unsloth selects all linear layers if none are named."""
     import torch
-    from unsloth import FastLanguageModel
+    from unsloth import FastLanguageModel  # pyright: ignore
 
     adapter = request["adapter"]
     recompute = {"off": False, "on": True, "offload": "unsloth"}[request["recompute"]]
@@ -126,7 +126,7 @@ def load_unsloth(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     load = FastLanguageModel.from_pretrained
     model, _ = load(**arguments(load, wanted))
     if adapter is not None:
-        chosen = {name: value for name, value in adapter.items() if value not in (None, "all-linear")}
+        chosen = {name: value for name, value in adapter.items() if value != "all-linear"}
         add = FastLanguageModel.get_peft_model
         model = add(model, **arguments(add, {**chosen, **common}))
     return model, {}
@@ -153,23 +153,28 @@ def train(parent: Parent) -> None:
     request = parent.request
     import torch
 
-    if request["threads"]:
-        torch.set_num_threads(request["threads"])
+    torch.set_num_threads(request["threads"])
     torch.manual_seed(request["arguments"]["seed"])
     model, further = (load_unsloth if request["engine"] == "unsloth" else load_trl)(request)  # Unsloth comes first
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore  lazy names
 
     from tunewell.features.engines.observer import Observer
 
-    paths = {"train_dataset": request["rows"], "eval_dataset": request["evaluated"]}
+    def read(name: str) -> Any:
+        with Path(request["rows"], name).open() as file:
+            return Dataset.from_list([json.loads(line) for line in file])
+
+    settings = request["arguments"]
+    settings["max_grad_norm"] = settings["max_grad_norm"] or 1e30  # the norm is measured where gradients are clipped
     wanted = {
         "model": model,
-        "args": SFTConfig(**arguments(SFTConfig, request["arguments"])),
+        "args": SFTConfig(**arguments(SFTConfig, settings)),
         "data_collator": collate,
         "processing_class": AutoTokenizer.from_pretrained(request["tokenizer"]),
-        **{name: Dataset.from_list([*map(json.loads, open(path))]) for name, path in paths.items() if path},  # noqa: SIM115
+        "train_dataset": read("train.jsonl"),
+        "eval_dataset": read("evaluated.jsonl") if settings["eval_strategy"] != "no" else None,
         **further,
     }
     trainer = SFTTrainer(**arguments(SFTTrainer, wanted))
@@ -185,7 +190,7 @@ def main() -> None:
     parent = Parent()
     try:
         train(parent)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, the parent reports it
         traceback.print_exc()
         parent.send("failed", f"{type(error).__name__}: {error}")
         sys.exit(1)
