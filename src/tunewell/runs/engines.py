@@ -132,8 +132,8 @@ class EngineRun:
         self.healing.restore(read_healing(self.folder))
         self.identity = identity_of(plan, config, fingerprint_weights(self.loaded.seen(plan.model)))
 
-    def restore(self, can_resume: Callable[[Path, int], bool]) -> None:
-        """Go on from the newest checkpoint with which the engine can, or from the start."""
+    def restore(self, can_resume: Callable[[Path, int], bool]) -> bool:
+        """Go on from the newest checkpoint with which the engine can, or from the start. Return True for a new plan."""
         note, folder = self.recorder.note, self.checkpoints.folder
         steps = [step for step in saved_steps(folder) if can_resume(self.folder, step)]
         saved = find_newest(folder, on_trouble=note, not_after=max(steps)) if steps else None
@@ -145,7 +145,9 @@ class EngineRun:
         self.checkpoints.remove_after(self.progress.step)
         self.events.truncate_to(self.progress.step if self.progress.step else -1)
         self.recorder.losses, self.recorder.held_out = read_losses(self.events.path)
-        note(f"resumed after step {self.progress.step}" if self.progress.step else "no checkpoint: starts from step 0")
+        step = self.progress.step
+        note(f"resumed after step {step}" if step else "there is no valid checkpoint yet: the run starts from step 0")
+        return step == 0 or bool(self.recorder.changes)
 
     def start(self, *, num_trainable: int, num_parameters: int, num_embeddings: int) -> None:
         """Report that the model is loaded and the first step begins."""

@@ -159,8 +159,10 @@ class Training:
             on_start=begin,
         )
         if options.is_resuming:
-            run.restore(engine.can_resume)
-            folder.write_config(self.loaded, argv=options.argv)
+            if run.restore(engine.can_resume):
+                folder.write_plan(self.loaded, plan, corpus, argv=options.argv)
+            else:
+                folder.write_config(self.loaded, argv=options.argv)
         tokens = run.progress.tokens
         for message in [] if options.is_resuming else engine.limits(self.loaded):
             recorder.note(message)

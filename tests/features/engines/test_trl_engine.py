@@ -78,7 +78,7 @@ def test_a_run_ends_with_a_verdict_and_proven_exports(whole, project, capsys):
     assert whole.validation is not None and whole.validation.report.verdict
     exported = tunewell.export(whole, to="adapter,merged", progress=False)
     assert exported.exit_code == 0
-    assert main(["chat", str(whole.run), "--prompt", "What is 1?", "--set", "device=cpu"]) == 0
+    assert main(["chat", str(whole.run), "--prompt", "What is 1?"]) == 0
 
 
 def test_the_first_losses_are_those_of_trl_by_hand(whole, project, tmp_path):
