@@ -1,6 +1,7 @@
 """Another engine takes the steps: what it cannot do is refused or said, and the run folder is like any other."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -128,7 +129,7 @@ def test_a_missing_engine_is_named_with_the_command_that_installs_it(project):
     """Guards against a traceback where a package is missing."""
     with pytest.raises(UserError, match="needs `unsloth`") as caught:
         train(engine="unsloth")
-    assert caught.value.fix == f"{sys.executable} -m pip install unsloth"
+    assert caught.value.fix == f"{shlex.quote(sys.executable)} -m pip install unsloth"
 
 
 def test_a_program_that_is_no_python_is_refused(project):

@@ -5,6 +5,7 @@ RUN/engine/   code/ (what runs in the child)   log.txt   checkpoint-12/ (the tra
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from importlib.util import find_spec
@@ -71,7 +72,7 @@ class Trl:
             raise UserError(
                 f"`engine: {self.name}` needs {', '.join(f'`{name}`' for name in missing)}",
                 where=f"not installed in the environment of `{python}`",
-                fix=f"{python} -m pip install {' '.join(missing)}",
+                fix=f"{shlex.quote(python)} -m pip install {' '.join(missing)}",
             )
         return EngineRecord(name=self.name, versions={name: found[name] for name in self.packages}, python=python)
 
@@ -230,6 +231,9 @@ class Trl:
         if signals.asked and run.progress.step < run.plan.num_steps.value:
             code = signals.exit_code or 0
             return Ending("interrupted", f"stopped by {signals.asked}", code, signals.asked, is_resumable=True)
+        if trouble := run.checkpoints.trouble:
+            lost = f"the last checkpoint was not saved: {trouble}"
+            return Ending("stopped", lost, EXIT_STOPPED, advice="Free disk space, then resume.", is_resumable=True)
         return Ending("finished", f"finished all {run.progress.step} steps")
 
     def _save(self, run: EngineRun, folder: Path) -> None:
