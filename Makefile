@@ -50,7 +50,7 @@ test-all: setup ## every test, with all property-test examples; the slow ones on
 	TUNEWELL_TESTS=all $(BIN)/python -m pytest $(PARALLEL) --dist worksteal $(DURATIONS) -m "not slow and $(HERE)"
 	$(BIN)/python -m pytest -m "slow and $(HERE)" --record-slow
 
-test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
+test-old: setup ## the default tests with the oldest transformers, HealthCallback and `engine: trl` with older ones; in separate venvs
 	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet torch==2.13.0
 	@grep -v -E '^(transformers|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(OLD)/constraints.txt
@@ -66,6 +66,7 @@ test-old: setup ## the default tests with the oldest transformers, and HealthCal
 	  "torch==$$($(TRL)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
 	  $(TRL_PINS) peft datasets accelerate pytest pytest-xdist hypothesis --editable .
 	$(TRL)/bin/python -m pytest $(PARALLEL) --dist worksteal tests/features/hf_callback/test_hf_callback.py
+	TUNEWELL_ENGINE_PYTHON=$(CURDIR)/$(TRL)/bin/python $(BIN)/python -m pytest -m slow tests/features/engines
 
 faults: setup ## every fault a run must survive: kills at each step and each write, full disks, damaged files
 	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal -m "faults or not faults" tests/faults

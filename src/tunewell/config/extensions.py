@@ -1,4 +1,4 @@
-"""Registries of row formats, methods, optimizers, export targets and trackers: names, descriptions and import paths.
+"""Registries of row formats, methods, optimizers, engines, export targets and trackers, with their import paths.
 
 The names are the values of `data.sources.format`, `method.kind`, `train.optimizer`, `export.to` and `track`. To add an
 implementation, write its file (see `docs/extending.md`) and add one line here. Import paths are strings, so listing the
@@ -138,6 +138,17 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
     ],
     group="optimizers",
     entry_type=OptimizerEntry,
+)
+
+
+NATIVE = "native"
+ENGINES: Registry[Entry] = Registry(
+    "engine",
+    [
+        Entry(NATIVE, "tunewell's own", "tunewell.training.engine:train"),
+        *(Entry(*entry) for entry in extension_entries("engine")),
+    ],
+    group="engines",
 )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, TRACKERS
+from tunewell.config.extensions import ENGINES, FORMATS, METHODS, OPTIMIZERS, TRACKERS
 from tunewell.config.fields import (
     Auto,
     Bool,
@@ -424,6 +424,14 @@ class Config(Section):
     """Output folder of `tunewell train`."""
     device: Text = "auto"
     """Device to train on: `cpu`, `cuda`, `cuda:1`, `mps`. `auto`: the fastest available."""
+    engine: Annotated[str, OneOf(ENGINES)] = Field(
+        default="native",
+        description=f"The program that takes the training steps. {OneOf(ENGINES).doc()} Rows, masks, health checks, "
+        "checkpoints, verdict and export are tunewell's with each of them.",
+    )
+    engine_python: Text | None = None
+    """The Python program of the environment in which `engine` is installed, e.g. `venv/bin/python`. It needs no
+    tunewell. `null`: the environment of tunewell."""
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Random seed. Equal seeds and equal rows give equal results."""
     track: tuple[Annotated[str, OneOf(TRACKERS)], ...] = Field(

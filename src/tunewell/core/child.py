@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import open_file
 from tunewell.core.progress import Progress, ProgressListener, silent
 
 Process = subprocess.Popen[Any]
@@ -106,9 +107,12 @@ class Child:
         environment: Mapping[str, str] | None = None,
         has_session: bool = False,
         shows_errors: bool = False,
+        log: Path | None = None,
     ) -> None:
-        """Start the process. With a session of its own, it gets no signals of the terminal."""
-        self._errors: IO[bytes] | None = None if shows_errors else tempfile.TemporaryFile()  # noqa: SIM115
+        """Start the process. With a session of its own, it gets no signals of the terminal. `log` keeps its stderr."""
+        self._errors: IO[bytes] | None = None
+        if not shows_errors:
+            self._errors = open_file(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._process: Process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -34,6 +34,15 @@ class Start(Record):
     """Hash of its weight file."""
 
 
+class EngineRecord(Record):
+    """The program that took the steps of a run, if it was not tunewell's own engine."""
+
+    name: str
+    versions: dict[str, str]
+    """The versions of its packages."""
+    python: str
+
+
 class QuantizedBase(Record):
     """The quantised base model of a run, and what the rounding costs."""
 
@@ -122,6 +131,8 @@ class Plan(Record):
     None without a slice."""
     prediction: Prediction | None = None
     """None before it is computed."""
+    engine: EngineRecord | None = None
+    """None if tunewell's own engine takes the steps."""
     plugins: list[str] = []
     """Extensions of other packages that were used, with package and version; left out if there are none."""
 
@@ -136,7 +147,7 @@ class Plan(Record):
 
 def write_plan(folder: Path, plan: Plan) -> None:
     """Write the plan atomically, without secrets."""
-    left_out = {name for name in ("plugins", "answers", "replay") if not getattr(plan, name)}
+    left_out = {name for name in ("plugins", "answers", "replay", "engine") if not getattr(plan, name)}
     write_atomic(folder / PLAN, stable_json(redact(plan.model_dump(mode="json", exclude=left_out))))
 
 

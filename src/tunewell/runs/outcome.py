@@ -22,9 +22,8 @@ from tunewell.records.plan import Chosen, Plan
 from tunewell.records.prediction import Measurement
 from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, read_outcome, write_outcome
 from tunewell.runs.loss_curve import write_loss_svg
-from tunewell.runs.result import TrainResult, healing_summary
+from tunewell.runs.result import EndedRun, TrainResult, healing_summary
 from tunewell.training.memory import peak_memory
-from tunewell.training.run import Run
 
 PHASES = {
     "prepare": "prepare",
@@ -39,7 +38,7 @@ PHASES = {
 """Stage of a run -> phase of a prediction."""
 
 
-def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
+def write_run_files(run: EndedRun, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
     """Write `loss.svg`, `outcome.json` and `README.md`. Add a note for a file that cannot be written."""
     if result.losses:
         path = result.run / "loss.svg"
@@ -51,8 +50,7 @@ def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *
             result.notes.append(f"could not write the loss curve: {error}")
     try:
         write_outcome(result.run, _outcome(result, plan))
-        num_rows = run.learner.model.config.get_text_config().vocab_size
-        page = _readme(result, plan, corpus.manifest, num_rows=num_rows, allow_pickle=allow_pickle)
+        page = _readme(result, plan, corpus.manifest, num_rows=run.num_embeddings, allow_pickle=allow_pickle)
         write_atomic(result.run / "README.md", redact(page))
     except (UserError, OSError) as error:
         reason = error.what if isinstance(error, UserError) else error.strerror or error
@@ -83,7 +81,9 @@ def make_measurement(result: TrainResult, device: str) -> Measurement:
         phases["start"] = result.start_seconds
     for stage, spent in result.stages.items():
         phases[PHASES.get(stage, stage)] += spent
-    peak = None if result.peak_memory_bytes is None else peak_memory(torch.device(device))
+    peak = result.peak_memory_bytes
+    if peak is not None:  # that of the engine's process, or of this one with the verdict
+        peak = max(peak, peak_memory(torch.device(device)) or 0)
     if device.startswith("cuda") and peak is not None:
         peak += CONTEXT_BYTES
     seconds = result.seconds + (result.start_seconds or 0.0)

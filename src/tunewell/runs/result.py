@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.html import render
@@ -17,13 +17,15 @@ from tunewell.core.units import count, duration
 from tunewell.machine.facts import process_seconds
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
+from tunewell.records.plan import Plan
 from tunewell.records.report import Curve, Validation
 from tunewell.records.rundir import Status
 from tunewell.runs.config import RunOptions, resume_command
 from tunewell.runs.loss_curve import loss_svg
+from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.events import Evaluated, Event, Listener, Note, Rewound, StepTaken
-from tunewell.training.memory import peak_memory
-from tunewell.training.run import Ending, Run
+from tunewell.training.recovery import HealingState
+from tunewell.training.run import Ending, RunProgress
 
 _NUM_SHOWN = 6
 _REMEDIES = {
@@ -207,15 +209,37 @@ class MetricsRecorder:
         self(Note(message))
 
 
+class EndedRun(Protocol):
+    """A run after its last step, whichever engine took the steps."""
+
+    plan: Plan
+    progress: RunProgress
+    checkpoints: Checkpoints
+    healing: HealingState
+    seconds: dict[str, float]
+
+    @property
+    def num_embeddings(self) -> int: ...
+
+    @property
+    def peak_bytes(self) -> int | None: ...
+
+
 def make_result(
-    loaded: LoadedConfig, run: Run, ending: Ending, *, recorder: MetricsRecorder, first_tokens: int, options: RunOptions
+    loaded: LoadedConfig,
+    run: EndedRun,
+    ending: Ending,
+    *,
+    recorder: MetricsRecorder,
+    first_tokens: int,
+    options: RunOptions,
 ) -> TrainResult:
     """Return the result of a run. `first_tokens` is the number of tokens trained on before this process started."""
     folder = run.checkpoints.folder
     seconds = run.seconds["train"]
     tokens = run.progress.tokens - first_tokens
     newest, best = run.checkpoints.newest(), run.checkpoints.best()
-    is_own_memory = options.is_alone or run.learner.device.type == "cuda"
+    is_own_memory = options.is_alone or run.plan.device.value.startswith("cuda")
     age = process_seconds() if options.owns_process and options.is_alone else None
     if ending.is_resumable:
         following = resume_command(loaded, options)
@@ -241,7 +265,7 @@ def make_result(
         start_seconds=None if age is None else max(0.0, age - recorder.total_seconds),
         stages={**recorder.seconds, **run.seconds},
         tokens_per_second=tokens / seconds if seconds else 0.0,
-        peak_memory_bytes=peak_memory(run.learner.device) if is_own_memory else None,
+        peak_memory_bytes=run.peak_bytes if is_own_memory else None,
         losses=recorder.losses,
         lacks_steps=recorder.lacks_steps,
         held_out=recorder.held_out,

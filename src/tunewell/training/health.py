@@ -4,7 +4,8 @@
 
 A finding has a name, a severity, the numbers behind it, and a one-line message. The thresholds were chosen on logs of
 long runs and on reports about short ones; a healthy run must produce nothing above a note. `log_rules.py` checks
-complete logs.
+complete logs. This module imports only the standard library: its source is also run by other trainers
+(`features/engines`).
 """
 
 import math
@@ -13,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tunewell.records.healing import Severity
+if TYPE_CHECKING:
+    from tunewell.records.healing import Severity
 
 WINDOW = 128
 """Number of earlier steps that a step is compared with."""
@@ -79,7 +81,7 @@ class HealthFinding:
     """A problem or a note about one step."""
 
     name: str
-    severity: Severity
+    severity: "Severity"
     step: int
     words: str
     numbers: dict[str, Any] = field(default_factory=dict)

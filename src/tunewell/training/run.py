@@ -21,6 +21,7 @@ from tunewell.training.checkpoints import Checkpoints, State, load_state
 from tunewell.training.events import Listener, Rewound, Sample, send_notes
 from tunewell.training.find_checkpoints import OPTIMIZER, find_newest
 from tunewell.training.health import RunContext
+from tunewell.training.memory import peak_memory
 from tunewell.training.recovery import HealingState
 from tunewell.training.step import TrainableModel
 
@@ -84,6 +85,16 @@ class Run:
     def micro_batch_tokens(self) -> int:
         """The tokens of a micro-batch: those of the plan, or fewer after out-of-memory errors."""
         return self.healing.limits.cap(self.plan.micro_batch_tokens.value)
+
+    @property
+    def num_embeddings(self) -> int:
+        """The number of rows of the embedding."""
+        return self.learner.model.config.get_text_config().vocab_size
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak memory of the GPU or, on the CPU, of this process."""
+        return peak_memory(self.learner.device)
 
     def close(self) -> None:
         """Wait for the pending checkpoint, and close the logs and the thread that writes checkpoints."""

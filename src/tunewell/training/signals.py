@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -20,8 +21,12 @@ class Interrupted(Exception):
 class Signals:
     """Inside a `with` block, the first SIGTERM, SIGINT or SIGUSR1 sets `asked`; the second exits at once."""
 
-    def __init__(self, *, is_installed: bool = True) -> None:
-        """Set up signal handling. `is_installed=False` sets no handlers, so that library calls leave signals alone."""
+    def __init__(self, *, is_installed: bool = True, on_request: Callable[[], None] = lambda: None) -> None:
+        """Set up signal handling. `is_installed=False` sets no handlers, so that library calls leave signals alone.
+
+        `on_request` is called by the first signal, for a run that waits for another process.
+        """
+        self._on_request = on_request
         self.asked: str | None = None
         """The name of the signal that arrived, e.g. `SIGTERM`."""
         self._asked_at = 0.0
@@ -57,6 +62,7 @@ class Signals:
         name = signal.Signals(number).name
         if self.asked is None:
             self.asked, self._asked_at = name, time.monotonic()
+            self._on_request()
             return
         if name == self.asked and time.monotonic() - self._asked_at < _ONE_REQUEST_SECONDS:
             return

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from tunewell.config.extensions import NATIVE
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
@@ -127,6 +128,8 @@ def _measured(planner: Planner, progress: ProgressListener) -> tuple[Planner, st
     made, _, outlook = planner.first
     if planner.is_impossible:
         return planner, ""
+    if (engine := planner.loaded.config.engine) != NATIVE:
+        return planner, f"this is the prediction for tunewell's own engine; `engine: {engine}` is not predicted"
     found, reason = probe_run(planner.loaded, made, outlook, progress)
     if found is None:
         return planner, f"no real steps were taken: {reason}"

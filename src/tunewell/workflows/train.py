@@ -3,9 +3,10 @@
 import gc
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -33,6 +34,7 @@ from tunewell.records.plan import Plan, Start, read_plan
 from tunewell.records.report import EXIT_NOT_VALIDATED
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 from tunewell.runs.config import RunOptions, as_first_started, missing_rows, require_training_data, with_start
+from tunewell.runs.engines import EngineRun, TrainingEngine, adapt_plan, find_engine
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Pulse
 from tunewell.runs.outcome import update_outcome, write_run_files
@@ -43,7 +45,7 @@ from tunewell.training.build import RunInputs, build_run, check_packing, describ
 from tunewell.training.device_check import check_device
 from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
-from tunewell.training.events import CheckedItem, Listener
+from tunewell.training.events import CheckedItem, Listener, RunStarted
 from tunewell.training.faults import parse_faults
 from tunewell.training.replay import add_replay
 from tunewell.training.run import Ending, Run
@@ -84,10 +86,11 @@ def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[Loaded
 
 
 class Training:
-    """One training run in this process, from the run folder to the result."""
+    """One training run in this process, from the run folder to the result. Another engine may take its steps."""
 
     def __init__(self, loaded: LoadedConfig, options: RunOptions, listener: Listener, start: Start | None) -> None:
         self.loaded, self.options, self.start = loaded, options, start
+        self.engine = find_engine(loaded, options)
         self.pulse = Pulse(options.supervisor_fds)
         self.recorder = MetricsRecorder(self.pulse, listener)
         self.hooks = parse_faults(options.faults, is_allowed=options.allow_faults) if options.faults else StepHooks()
@@ -108,6 +111,8 @@ class Training:
                 self.recorder.note(caution)
             if not options.is_resuming and world.is_first and (hint := look_up_hint(corpus)):
                 self.recorder.note(hint)
+            if self.engine is not None:
+                return self.run_engine(self.engine[0], folder, corpus, plan)
             with self.process_settings(plan):
                 with world.failing_together():
                     inputs, run = self.build(folder, corpus, plan, order)
@@ -116,13 +121,56 @@ class Training:
                 tokens = run.progress.tokens
                 self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
                 folder.keep()
-                ending = self.take_steps(folder, run)
+                ending = self.take_steps(folder, partial(take_steps, run, handle_signals=options.owns_process))
             result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
             if world.is_first:
                 write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)
             run.close()
             world.shut_down()
             return result
+
+    def run_engine(self, engine: TrainingEngine, folder: RunFolder, corpus: Corpus, plan: Plan) -> TrainResult:
+        """Let another engine take the steps, and write the result."""
+        options, recorder = self.options, self.recorder
+
+        def begin(event: RunStarted) -> None:
+            items = checklist(
+                plan,
+                corpus.manifest,
+                self.device,
+                folder=folder.path,
+                checkpoint_bytes=12 * event.num_trainable,  # in fp32, with AdamW's two states
+                keep=self.loaded.config.checkpoints.keep,
+            )
+            for message in warnings(items):
+                recorder.note(message)
+            recorder(replace(event, checklist=items))
+            folder.keep()
+
+        folder.write_base(self.loaded.seen(plan.model))
+        run = EngineRun(
+            loaded=self.loaded,
+            plan=plan,
+            corpus=corpus,
+            folder=folder.path,
+            options=options,
+            recorder=recorder,
+            beat=self.pulse.beat,
+            on_start=begin,
+        )
+        if options.is_resuming:
+            if run.restore(engine.can_resume):
+                folder.write_plan(self.loaded, plan, corpus, argv=options.argv)
+            else:
+                folder.write_config(self.loaded, argv=options.argv)
+        tokens = run.progress.tokens
+        for message in [] if options.is_resuming else engine.limits(self.loaded):
+            recorder.note(message)
+        ending = self.take_steps(folder, partial(engine.train, run))
+        result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
+        write_run_files(run, result, plan, corpus, allow_pickle=options.allow_pickle)
+        run.close()
+        return result
 
     def prepare(self) -> None:
         """Prepare the corpus on rank 0. Without sources, or on a machine without them, the existing corpus is used."""
@@ -143,6 +191,8 @@ class Training:
             self.loaded = with_recommended(self.loaded, corpus.manifest, before)
             plan, order = self.predicted_plan(corpus)
             plan = plan.model_copy(update={"start": self.start})
+            if self.engine is not None:
+                plan = adapt_plan(plan, corpus, *self.engine)
             if self.start is not None:
                 self.recorder.note(f"training goes on from `{self.start.path}`")
             if self.options.is_resuming:
@@ -169,6 +219,8 @@ class Training:
         except UserError:  # a model whose size is not known before it is loaded
             return plan_run(loaded, corpus, device, measure_threads=measure_threads)
         plan, order, outlook = planner.first
+        if self.engine is not None:  # the prediction is for tunewell's own engine
+            return plan, order
         found, is_long = cached_probe(loaded, plan, outlook), outlook.prediction.seconds.expected > _LONG_RUN
         if found is None and may_measure and is_long and sweep_sizes(outlook):
             found, reason = probe_run(loaded, plan, outlook, recorder)
@@ -216,15 +268,15 @@ class Training:
             check_packing(inputs, run)
         return inputs, run
 
-    def take_steps(self, folder: RunFolder, run: Run) -> Ending:
+    def take_steps(self, folder: RunFolder, take: Callable[[], Ending]) -> Ending:
         """Train until the run ends, and send its metrics to its trackers."""
-        world, options, names = self.world, self.options, self.loaded.config.track
+        world, names = self.world, self.loaded.config.track
         start = require_hook("track", "start", needed_by="`track`") if names and world.is_first else None
         end_trackers = start(folder.path, names, self.recorder.listeners, self.recorder.note) if start else None
         status = "failed"
         try:
             with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
-                ending = take_steps(run, handle_signals=options.owns_process)
+                ending = take()
             status = ending.status
             return ending
         finally:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tunewell.config.extensions import NATIVE
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
@@ -31,6 +32,12 @@ def trial_run(
     listener: ProgressListener = silent,
 ) -> Iterator[tuple[Training, Corpus, Run]]:
     """Prepare, plan and build a run in a folder, and yield it. `make_plan` replaces the first two."""
+    if loaded.config.engine != NATIVE:
+        raise UserError(
+            f"steps on trial are taken by tunewell's own engine, and the config has `engine: {loaded.config.engine}`",
+            where=loaded.origin("engine"),
+            fix="for its numbers, add `--set engine=native`",
+        )
 
     def listen(event: Event) -> None:
         if isinstance(event, Progress) and event.stage != "saving a checkpoint":  # nothing of it is kept

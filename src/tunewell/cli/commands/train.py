@@ -22,6 +22,7 @@ from tunewell.cli.options import (
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
 from tunewell.cli.startup import import_libraries
+from tunewell.config.extensions import ENGINES
 from tunewell.core.errors import UserError
 from tunewell.core.features import find_hook
 from tunewell.core.launcher import is_first, num_restarts
@@ -41,6 +42,7 @@ _REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fa
 _INDEX = "Train the model to answer from this index: the rows get passages, and whole documents are held out."
 _STRICT = "Under `torchrun`, exit with the code of the verdict instead of 0."
 _NO_SUPERVISOR = "Train in this process, for debuggers. A crash ends the run."
+_ENGINE = f"The program that takes the steps: {', '.join(ENGINES.names())}."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 _RESUME_OR_START = "Resume the run in that folder if it has begun, else start it: for jobs that are started again."
 
@@ -55,6 +57,7 @@ def command(
     out: Annotated[Path | None, Option("Folder to write the run to.", "FOLDER")] = None,
     seed: Annotated[int | None, Option("Random seed.", "N")] = None,
     device: RunDevice = None,
+    engine: Annotated[str | None, Option(_ENGINE, "NAME", is_rare=True)] = None,
     resume: Annotated[bool, Option(_RESUME)] = False,
     resume_or_start: Annotated[bool, Option(_RESUME_OR_START, is_rare=True)] = False,
     allow_change: Annotated[
@@ -95,7 +98,7 @@ def command(
         from tunewell.config.load import as_sets
         from tunewell.runs.config import index_sets, load_for_run
 
-        sets = [*as_sets(run=out, device=device), *index_sets(index), *given.sets]
+        sets = [*as_sets(run=out, device=device, engine=engine), *index_sets(index), *given.sets]
         if no_validate:
             sets.append("verdict.after_training=false")
         if export is not None:
