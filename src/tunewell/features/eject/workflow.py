@@ -46,7 +46,7 @@ _NUM_LOSSES = 20
 _TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CHUNK = 1000
-_COLUMNS = ("input_ids", "labels")
+_COLUMNS = ["input_ids", "labels"]
 _FACTS = read_data(__file__, "trl.toml")
 
 
