@@ -155,13 +155,13 @@ def text_of(path: ModelPath) -> str | None:
     """Return a path as text, and None as it is. Raise UserError for an object that is no path."""
     if path is not None and not isinstance(path, str | os.PathLike):
         raise UserError(f"a {type(path).__name__} is not a path or a name", fix="pass a folder, a name or a result")
-    return None if path is None else _path_text(path, "a name or path", "pass a name, a folder or a file")
+    return None if path is None else _path_text(path, "model", "pass a name, a folder or a file")
 
 
 def _path_text(path: StrPath, what: str, fix: str) -> str:
     text = os.fspath(path)
     if "\n" in text or len(text) > _MAX_PATH:
-        raise UserError(f"`{what}` is too long for a path: {count(len(text), 'character')}", fix=fix)
+        raise UserError(f"`{what}` is a text of {count(len(text), 'character')}, not a path", fix=fix)
     return text
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -247,7 +248,7 @@ def _write_texts(folder: Path, parts: RunInputs, *, losses: list[float], notes: 
     layers, longest = parts.config.method.layers, int(parts.order.lengths.max())
     travels, quantization = shown == "model", base.bnb_arguments if base else ""
     values: dict[str, Any] = {
-        "name": f"`{parts.folder.resolve().name}`",
+        "name": re.sub(r"[^\w.-]", "_", parts.folder.resolve().name),
         "run": parts.folder,
         "method": entry.title,
         "model": 'str(HERE / "model")' if travels else json.dumps(shown),
