@@ -74,7 +74,7 @@ def resolve_model(
     return ModelRef(name, "model", path if is_path else None, model, None, base, loaded)
 
 
-def findcurrent_run() -> Path | None:
+def find_current_run() -> Path | None:
     """Return the run that the config in this folder names, or None if there is none yet."""
     loaded = load_config()
     run = loaded.path(loaded.config.run)
@@ -83,7 +83,7 @@ def findcurrent_run() -> Path | None:
 
 def current_run() -> Path:
     """Return the run that the config in this folder names; raise UserError if there is none yet."""
-    if (run := findcurrent_run()) is None:
+    if (run := find_current_run()) is None:
         loaded = load_config()
         where = f"`{FILE_NAME}` names the run `{loaded.config.run}`" if loaded.file else f"there is no `{FILE_NAME}`"
         raise UserError(

@@ -45,6 +45,8 @@ from tunewell.training.distributed import World
 
 _NUM_LOSSES = 20
 _TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+_LOOSE = 0.1
+"""With parts of TRL that compute in another way."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CHUNK = 1000
 _COLUMNS = ["input_ids", "labels"]
@@ -250,35 +252,20 @@ def _write_texts(folder: Path, parts: RunInputs, *, losses: list[float], notes: 
     values: dict[str, Any] = {
         "name": re.sub(r"[^\w.-]", "_", parts.folder.resolve().name),
         "run": parts.folder,
-        "method": entry.title,
+        "plan": plan,
+        "train": train,
+        "method": entry,
         "model": 'str(HERE / "model")' if travels else json.dumps(shown),
         "model_travels": travels,
-        "updates": plan.updates,
-        "is_adapter": entry.is_adapter,
         "quantization": quantization,
         "is_quantized": bool(quantization or (base and base.is_saved)),
         "layers": None if layers == "all" else list(layers),
         "dtype": _DTYPES[precision if entry.is_adapter else "fp32"],
-        "num_steps": plan.num_steps.value,
-        "warmup_steps": plan.warmup_steps.value,
-        "rate": plan.learning_rate.value,
-        "schedule": plan.schedule.value,
-        "min_share": train.min_rate_share,
         "rows_at_once": max(1, plan.micro_batch_tokens.value // longest),
-        "optimizer": train.optimizer,
-        "weight_decay": train.weight_decay,
-        "betas": (train.adam_beta1, train.adam_beta2),
-        "epsilon": train.adam_epsilon,
-        "max_grad_norm": train.max_grad_norm or 0.0,
         "is_bf16": precision == "bf16" and not entry.is_adapter,
-        "is_fp16": precision == "fp16",
-        "recomputes": train.recompute != "off",
-        "save_every": plan.save_every.value,
-        "evaluate_every": plan.evaluate_every.value,
         "has_held_out": len(parts.corpus.evaluated) > 0,
-        "seed": plan.seed,
         "num_losses": len(losses),
-        "tolerance": _TOLERANCES[precision],
+        "tolerance": _LOOSE if notes else _TOLERANCES[precision],
         "notes": notes,
         "made_by": made_by(),
     }
