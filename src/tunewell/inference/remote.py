@@ -7,7 +7,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.remote_api import RemoteApi
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import Message
-from tunewell.inference.chat import ChatOptions
+from tunewell.inference.chat_options import ChatOptions
 
 _KEY = "TUNEWELL_MODEL_KEY"
 _CONTEXT_TOKENS = 4096

@@ -19,11 +19,11 @@ from tunewell.core.remote_api import Unavailable
 from tunewell.core.units import duration
 from tunewell.data.question_rows import Question, read_questions
 from tunewell.data.row_statistics import estimate_tokens
-from tunewell.evaluation.questions import answer_length
-from tunewell.inference.chat import ChatOptions
+from tunewell.inference.chat_options import ChatOptions
 from tunewell.inference.remote import RemoteChat
 from tunewell.records.answers import header_of, question_id, read_answers
 from tunewell.records.events import EventLog
+from tunewell.scoring.questions import answer_length
 from tunewell.training.signals import Signals
 
 _LEAST_TOKENS = 64
