@@ -210,6 +210,7 @@ def test_files_of_other_models_and_other_files_are_refused(host, capsys):
     assert "has the answers of" in capsys.readouterr().err
     for words in (["--record", "rows.jsonl"], ["--record", "new.jsonl", "--data", "missing.jsonl"]):
         assert main(["compare", host.address, "--data", "rows.jsonl", *words, "--yes"]) == 2, words
+    assert main([*command, "--questions", "2", "--yes"]) == 2 and main([*command, "--index", "i"]) == 2
     assert main(["compare", "--record", "new.jsonl"]) == 2 and main(["compare", "--record", "n", "a", "b"]) == 2
     capsys.readouterr()
     Path("answers.jsonl").write_text(Path("answers.jsonl").read_text() + '{"id": "cut o')

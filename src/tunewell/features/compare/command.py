@@ -55,6 +55,12 @@ def _record(path: Path, models: Sequence[str], options: CompareOptions, *, yes: 
     """Say what the questions cost, ask whether to send them, and record the answers."""
     from tunewell.features.compare.record import plan_recording, record
 
+    unused = (options.indexes, options.judge, options.num_passages, options.is_fresh)
+    if any(unused) or options.num_questions != CompareOptions.num_questions:
+        raise UserError(
+            "`--record` takes only `--data`, `--yes` and `--json`",
+            fix="leave the other options out; `--data rows.jsonl#50` asks the first 50 questions",
+        )
     data = [options.data] if isinstance(options.data, str | Path) else options.data or ()
     plan = plan_recording(path, models, [str(one) for one in data])
     number, (read, written) = count(len(plan.open), "question"), plan.tokens
