@@ -170,11 +170,11 @@ def test_chat_takes_messages_and_streams(base: str) -> None:
 
 
 def test_a_dataset_with_several_splits_asks_which_one(base: str) -> None:
-    """Training on the test split by accident is worse than an error."""
+    """Testing on the training split by accident is worse than an error."""
     datasets = pytest.importorskip("datasets")
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([row(1)])})
     with pytest.raises(UserError, match="several splits: `train`"):
-        tunewell.prepare(model=base, data=splits, progress=False)
+        tunewell.validate(base, data=splits, progress=False)
 
 
 def test_progress_can_be_a_function_and_runs_on_any_thread(base: str) -> None:

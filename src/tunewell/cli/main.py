@@ -28,8 +28,8 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count
 
 _ORDER = (
-    "models init inspect prepare plan train sweep runs compare track profile validate export verify push notebook chat "
-    "serve index ask diagnose doctor explain glossary schema"
+    "models init inspect prepare plan train sweep runs compare track profile validate export verify eject push "
+    "notebook chat serve index ask diagnose doctor explain glossary schema"
 )
 _SPINE = "models init inspect prepare plan train runs validate export verify chat explain glossary schema"
 _MODULES = {name: f"tunewell.cli.commands.{name}" for name in _SPINE.split()} | modules("commands")
@@ -42,7 +42,7 @@ _FIRST = ("train", "chat", "export", "index", "ask", "compare", "doctor")
 _OTHERS = {
     "your rows": "demo models init inspect prepare",
     "runs": "plan validate runs sweep profile track",
-    "share": "verify push serve notebook",
+    "share": "verify eject push serve notebook",
     "look up": "diagnose explain glossary schema cache",
 }
 _ABOUT = "Fine-tune a language model on your own data, and prove that it worked."

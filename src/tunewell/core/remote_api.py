@@ -11,7 +11,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +23,16 @@ MAX_LINE_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
 """Maximum size of an answer: 64 vectors of 16,384 numbers are 20 MiB of JSON."""
 _BLOCK_BYTES = 1 << 16
+
+
+_BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
+"""Statuses of a server that may answer the same request later."""
+
+
+class Unavailable(UserError):
+    """A server that may answer the same request later; `wait_seconds` is how long it asks to wait, if it says so."""
+
+    wait_seconds: float | None = None
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -105,18 +116,31 @@ class RemoteApi:
                     where=f"{self.url} -> {target[:200]}",
                     fix="if you trust that address, use it instead",
                 ) from None
-            raise UserError(
+            rejected = (Unavailable if error.code in _BUSY else UserError)(
                 f"{self._what} rejected the request: status {error.code}",
                 where=detail or self.url,
                 fix=f"check the name of the model after `#`; a key is read from {self._key_variable}",
-            ) from None
+            )
+            if isinstance(rejected, Unavailable):
+                rejected.wait_seconds = _seconds_of(error.headers.get("Retry-After"))
+            raise rejected from None
         except (OSError, ValueError) as error:
             fix = f"check the address; a key is read from {self._key_variable}"
             reason = getattr(error, "reason", error)
-            raise UserError(f"{self._what} does not answer: {reason}", where=self.url, fix=fix) from None
+            raise Unavailable(f"{self._what} does not answer: {reason}", where=self.url, fix=fix) from None
         except http.client.HTTPException as error:
             raise self._invalid(f"it is not valid HTTP ({type(error).__name__})") from None
 
     def _invalid(self, why: str) -> UserError:
         fix = "use the address of the API, such as `http://localhost:8080/v1#MODEL`"
         return UserError(f"the answer of {self._what} cannot be used: {why}", where=self.url, fix=fix)
+
+
+def _seconds_of(retry_after: str | None) -> float | None:
+    """Return the seconds of a `Retry-After`, which is a number or a date."""
+    try:
+        return max(0.0, float(retry_after or ""))
+    except ValueError:
+        with suppress(ValueError):
+            return max(0.0, parsedate_to_datetime(retry_after or "").timestamp() - time.time())
+    return None

@@ -13,6 +13,7 @@ from tunewell.core.errors import UserError
 from tunewell.data.rows.classification import labels_of
 from tunewell.data.rows.conversation import Message, Rejected
 from tunewell.data.rows.formats import Converter, FormatOptions
+from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import SourceOptions, find_files
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 
@@ -44,7 +45,7 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Sto
         text_rows=source.text_rows,
         encoding=source.encoding,
         limit=source.limit,
-        format=source.format,
+        format="messages" if source.map is not None and source.format == "auto" else source.format,
         paths=source.paths,
         assistant=source.assistant,
         gap_hours=source.gap_hours,
@@ -53,7 +54,11 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Sto
     options = SourceOptions(storage or Storage(), source.config, source.split, has_limit=source.limit is not None)
     files = find_files(path, base=base, options=options)
     converter = Converter.of(source, FormatOptions(labels_of(source, partial(parsed_rows, files, read))))
-    for row in islice(parsed_rows(files, read), source.limit):
+    rows = islice(parsed_rows(files, read), source.limit)
+    if source.map is not None:
+        function, raw = load_row_function(source.map, batch=source.map_batch, base=base), list(rows)
+        rows = iter(function.apply(raw, range(1, len(raw) + 1), path))
+    for row in rows:
         try:
             conversation = converter.convert(row)[0]
         except Rejected:

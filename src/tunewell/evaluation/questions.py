@@ -1,6 +1,5 @@
 """The held-out questions of an evaluation: task, scorer, clusters, and near copies in the training rows."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,6 @@ from tunewell.scoring.facts import Facts
 from tunewell.scoring.questions import Question, TokenReader
 from tunewell.scoring.tasks import find_task, is_chat_export, make_scorer
 
-MAX_ANSWER_TOKENS = 512
-"""Maximum number of tokens of an answer."""
 _MAX_TRAINING = 20_000
 """Maximum number of training rows that are read for the task and the labels, evenly spread."""
 _MIN_JUDGED = 0.5
@@ -90,11 +87,6 @@ class Questions:
             clusters=len({self.clusters[index] for index in judged}),
             examples=[KeyExample(question=one, key=key, because=because) for one, key, because in examples],
         )
-
-
-def answer_length(longest: int, *, least: int) -> int:
-    """Return the length limit of an answer: 1.5 times the longest reference, both in tokens."""
-    return min(max(math.ceil(1.5 * longest / 8) * 8, least), MAX_ANSWER_TOKENS)
 
 
 def find_questions(asked: Sequence[Question], rows: EvaluationSet, model: ChatModel) -> Questions:

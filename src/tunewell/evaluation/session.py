@@ -34,7 +34,7 @@ from tunewell.evaluation.intervals import difference_record
 from tunewell.evaluation.measurements import Measurements, bases_of, cluster_numbers, count_answers
 from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import collect_provenance
-from tunewell.evaluation.questions import Questions, answer_length, find_questions
+from tunewell.evaluation.questions import Questions, find_questions
 from tunewell.evaluation.reasons import loss_notes
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.evaluation.scores import (
@@ -62,7 +62,7 @@ from tunewell.records.plan import Chosen
 from tunewell.records.report import Report, RowCounts
 from tunewell.records.rundir import free_name
 from tunewell.scoring.judge import contains_key
-from tunewell.scoring.questions import Question, questions_of
+from tunewell.scoring.questions import Question, answer_length, questions_of
 from tunewell.scoring.structured import count_fields
 
 

@@ -1,16 +1,21 @@
 """Answer many messages, each in a conversation of its own: with a loaded model in batches, or with a server."""
 
+import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.core.text import shorten_line
+from tunewell.core.units import count
 from tunewell.inference.chat import Chat, ChatOptions
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.remote import RemoteChat
 from tunewell.inference.runtime import Runtime
+from tunewell.records.answers import question_id, read_answers
 
 Message = str | Sequence[int]
 """The text of the user's message, or the token ids of the whole prompt."""
@@ -86,3 +91,28 @@ class ServerAnswerer(Answerer):
             assert isinstance(message, str)
             texts.append("".join(RemoteChat(self._address, self._options).reply(message)).strip())
         return Replies(texts, [], [], time.perf_counter() - began)
+
+
+class RecordedAnswerer(Answerer):
+    """A file of recorded answers in place of a server."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = read_answers(path)
+
+    def fits(self, message: str) -> bool:
+        return True
+
+    def answer(self, messages: Sequence[Message], progress: ProgressListener = silent) -> Replies:
+        """Return the recorded answers; raise UserError if one of the messages was not asked."""
+        ids = [question_id(str(message)) for message in messages]
+        known = self._file.answers
+        if missing := [str(message) for own, message in zip(ids, messages, strict=True) if own not in known]:
+            raise UserError(
+                f"`{self._file.path}` has no answer to {count(len(missing))} of {count(len(ids), 'question')}",
+                where=f"the first is: {shorten_line(missing[0], 80)}",
+                fix="record them while the model lives: `tunewell compare --record "
+                f"{shlex.quote(str(self._file.path))} {self._file.url}#{self._file.model} --data ROWS`",
+            )
+        found = [known[own] for own in ids]
+        texts = [line["answer"].strip() for line in found]
+        return Replies(texts, [], [], sum(float(line.get("seconds") or 0.0) for line in found))

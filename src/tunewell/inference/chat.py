@@ -1,7 +1,6 @@
 """A conversation with a loaded model: messages, streamed answers, the context limit, and saving as training rows."""
 
 import json
-import math
 import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,34 +13,11 @@ from tunewell.core.files import read_bytes, write_atomic
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import Message
 from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.chat_options import ChatOptions
 from tunewell.inference.decoder import Decoding
 from tunewell.inference.prompt import prompt_ids, text_ids
 from tunewell.inference.runtime import Runtime
 from tunewell.inference.stream import StreamDecoder
-
-_MAX_SEED = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """The sampling settings of a conversation. Invalid values raise UserError."""
-
-    temperature: float = 0.0
-    """0 is greedy decoding."""
-    length: int = 512
-    """Maximum number of tokens in an answer."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise UserError(
-                f"the temperature cannot be {self.temperature}",
-                fix="use 0 (greedy) or more; 1 samples with the model's own probabilities",
-            )
-        if self.length < 1:
-            raise UserError(f"an answer cannot have {self.length} tokens", fix="use at least 1")
-        if not 0 <= self.seed <= _MAX_SEED:
-            raise UserError(f"the seed cannot be {self.seed}", fix="use a whole number of at least 0")
 
 
 @dataclass

@@ -7,12 +7,13 @@ from tunewell.core.errors import UserError
 from tunewell.core.remote_api import RemoteApi
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import Message
-from tunewell.inference.chat import ChatOptions
+from tunewell.inference.chat_options import ChatOptions
 
 _KEY = "TUNEWELL_MODEL_KEY"
 _CONTEXT_TOKENS = 4096
 """Assumed, because the API does not report it."""
 _BYTES_PER_TOKEN = 3
+_COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 class RemoteChat:
@@ -34,14 +35,7 @@ class RemoteChat:
     def reply(self, text: str, *, sent: str | None = None) -> Generator[str, None, None]:
         """Send a message and yield the answer as it arrives. `sent` is what the model gets instead of `text`."""
         question = {"role": "user", "content": text}
-        body = {
-            "model": self._api.model,
-            "messages": [*self.messages, {"role": "user", "content": text if sent is None else sent}],
-            "stream": True,
-            "temperature": self.options.temperature,
-            "max_tokens": self.options.length,
-            "seed": self.options.seed,
-        }
+        body = self._body(text if sent is None else sent, is_streamed=True)
         parts: list[str] = []
         try:
             for part in self._streamed(body):
@@ -50,6 +44,33 @@ class RemoteChat:
         finally:
             if parts:
                 self.messages += [question, {"role": "assistant", "content": "".join(parts)}]
+
+    def whole_reply(self, text: str) -> tuple[str, str | None, dict[str, Any]]:
+        """Return the complete answer to a single message, why it ended, and the token counts of the server.
+
+        Unlike a stream, an answer that is cut off on the way is an error.
+        """
+        found = self._api.answer("chat/completions", self._body(text, is_streamed=False))
+        try:
+            choice = found["choices"][0]
+            said = choice["message"].get("content") or ""
+            if not isinstance(said, str):
+                raise TypeError
+            usage = found.get("usage") or {}
+            counts = {name: usage[name] for name in _COUNTS if isinstance(usage.get(name), int)}
+            return said, choice.get("finish_reason"), counts
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise self._api.invalid_format() from None
+
+    def _body(self, sent: str, *, is_streamed: bool) -> dict[str, Any]:
+        return {
+            "model": self._api.model,
+            "messages": [*self.messages, {"role": "user", "content": sent}],
+            "stream": is_streamed,
+            "temperature": self.options.temperature,
+            "max_tokens": self.options.length,
+            "seed": self.options.seed,
+        }
 
     def _streamed(self, body: dict[str, Any]) -> Iterator[str]:
         for line in self._api.lines("chat/completions", body):

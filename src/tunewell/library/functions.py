@@ -1,8 +1,10 @@
 """The public functions `plan`, `train`, `prepare`, `validate` and `export`, with one calling convention.
 
-A config is a path or a mapping; keyword arguments override it. `settings` are values by key, like
-`{"train.epochs": 1}`; `sets` are the same as text, `KEY=VALUE`. `data` is a path, a list of paths, a list of dicts, a
-`datasets.Dataset` or a pandas DataFrame. `progress` is True, False (no output) or a function that receives every event.
+A config is a path, a mapping, or an `SFTConfig` or `TrainingArguments`; keyword arguments override it. `settings` are
+values by key, like `{"train.epochs": 1}`; `sets` are the same as text, `KEY=VALUE`. `model` and `tokenizer` are names,
+folders or objects of transformers. `data` is a path, a list of paths, a list of dicts, a `datasets.Dataset`, a
+`datasets.DatasetDict` (its test split is held out) or a pandas DataFrame. `formatting_func` makes a text of each row,
+or of a batch of rows. `progress` is True, False (no output) or a function that receives every event.
 Workflows that need torch are imported when they are called, so that `prepare` works without torch.
 """
 
@@ -13,13 +15,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
-from tunewell.config.load import ConfigLike, as_sets
+from tunewell.config.load import ConfigLike, LoadedConfig, as_sets
 from tunewell.core.errors import UserError
 from tunewell.core.files import make_private, write_atomic
+from tunewell.core.units import count
+from tunewell.library.objects import config_of, formatted, model_name, splits_of, tokenizer_name
 from tunewell.library.progress import Show, shown
 from tunewell.planning.result import PlanResult
 from tunewell.records.report import Validation
@@ -30,15 +34,22 @@ from tunewell.workflows.prepare import PrepareResult
 from tunewell.workflows.prepare import prepare as run_prepare
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
     from tunewell.evaluation.metrics import Metric
     from tunewell.runs.rehearsal import Rehearsal
     from tunewell.workflows.export import ExportResult
 
 StrPath = str | os.PathLike[str]
+Formatter = Callable[[Any], Any]
+AnyConfig: TypeAlias = "ConfigLike | TrainingArguments"
+AnyModel: TypeAlias = "StrPath | PreTrainedModel | None"
+AnyTokenizer: TypeAlias = "StrPath | PreTrainedTokenizerBase | None"
+_MAX_PATH = 4096
 ModelPath = StrPath | None
 """A run, an adapter or a model: a path, a name or the result of `train`. None is the run of the current folder."""
 Data = StrPath | Iterable[Any] | None
-"""Rows: a path, a list of paths, a list of dicts, a `datasets.Dataset` or a pandas DataFrame."""
+"""Rows: a path, a list of paths, a list of dicts, a `datasets.Dataset` or `DatasetDict`, or a pandas DataFrame."""
 Settings = Mapping[str, Any]
 """Values of config keys by dotted name: `{"train.epochs": 1}`. They override the config and `sets`."""
 
@@ -49,12 +60,17 @@ ROWS_FOLDER = Path(".tunewell") / "rows"
 _FIX = "give a path, a list of paths, a list of dicts, a `datasets.Dataset` or a pandas DataFrame"
 
 
-def data_paths(data: Data) -> list[str] | None:
+def data_paths(data: Data, formatting_func: Formatter | None = None) -> list[str] | None:
     """Return the paths in `data`. Rows from memory are saved to a file named by their hash."""
     if data is None:
         return None
+    if formatting_func is not None:
+        if isinstance(data, str | os.PathLike) or (isinstance(data, Sequence) and data and isinstance(data[0], str)):
+            what = "`formatting_func` needs rows in memory, and `data` is a path"
+            raise UserError(what, fix="pass the rows, or set `map: FILE.py:FUNCTION` on the source of a config")
+        return [str(_save(formatted(list(_rows_of(data)), formatting_func)))]
     if isinstance(data, str | os.PathLike):
-        return [os.fspath(data)]
+        return [_path_text(data, "data", "the rows are a text: write them to a file, or pass a list of dicts")]
     if isinstance(data, Sequence) and data and all(isinstance(entry, str | os.PathLike) for entry in data):
         return [os.fspath(entry) for entry in data]
     return [str(_save(_rows_of(data)))]
@@ -66,7 +82,7 @@ def _rows_of(data: Any) -> Iterable[Any]:
         return data.to_dict(orient="records")
     if kind in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         names = ", ".join(f"`{name}`" for name in data)
-        raise UserError(f"`data` is a dataset with several splits: {names}", fix='choose one, e.g. `data["train"]`')
+        raise UserError(f"`data` is a dataset with several splits: {names}", fix='choose one, e.g. `data["test"]`')
     if kind in ("datasets.Dataset", "datasets.IterableDataset") or isinstance(data, list | tuple):
         return data
     raise UserError(f"`data` cannot be a {type(data).__name__}", fix=_FIX)
@@ -136,15 +152,47 @@ def all_sets(sets: Sequence[str], settings: Settings | None) -> list[str]:
 
 
 def text_of(path: ModelPath) -> str | None:
-    """Return a path as text, and None as it is."""
-    return None if path is None else os.fspath(path)
+    """Return a path as text, and None as it is. Raise UserError for an object that is no path."""
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise UserError(f"a {type(path).__name__} is not a path or a name", fix="pass a folder, a name or a result")
+    return None if path is None else _path_text(path, "model", "pass a name, a folder or a file")
+
+
+def _path_text(path: StrPath, what: str, fix: str) -> str:
+    text = os.fspath(path)
+    if "\n" in text or len(text) > _MAX_PATH:
+        raise UserError(f"`{what}` is a text of {count(len(text), 'character')}, not a path", fix=fix)
+    return text
+
+
+def load_inputs(
+    config: AnyConfig,
+    fixed: Sequence[str],
+    *,
+    model: AnyModel = None,
+    tokenizer: AnyTokenizer = None,
+    data: Data = None,
+    formatting_func: Formatter | None = None,
+    is_resuming: bool = False,
+) -> LoadedConfig:
+    """Return the config of a call. Models, tokenizers and rows from memory are saved to files first."""
+    if isinstance(data, Mapping):
+        data, test = splits_of(data)
+        held_out = data_paths(test, formatting_func) if test is not None else None
+        fixed = [*fixed, *(as_sets(**{"data.held_out": held_out[0]}) if held_out else [])]
+    name = model if model is None or isinstance(model, str | os.PathLike) else model_name(model)
+    fixed = [*as_sets(tokenizer=tokenizer_name(tokenizer, model)), *fixed]
+    paths = data_paths(data, formatting_func)
+    return load_for_run(config_of(config), fixed, is_resuming=is_resuming, model=text_of(name), data=paths)
 
 
 def train(
-    config: ConfigLike = None,
+    config: AnyConfig = None,
     *,
-    model: ModelPath = None,
+    model: AnyModel = None,
+    tokenizer: AnyTokenizer = None,
     data: Data = None,
+    formatting_func: Formatter | None = None,
     index: StrPath | None = None,
     out: StrPath | None = None,
     resume: bool = False,
@@ -163,7 +211,8 @@ def train(
     before the first step for problems that the caller can fix. After the first step, checkpoints stay on disk.
     """
     fixed = [*as_sets(run=text_of(out)), *index_sets(text_of(index)), *all_sets(sets, settings)]
-    loaded = load_for_run(config, fixed, is_resuming=resume, model=text_of(model), data=data_paths(data))
+    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
+    loaded = load_inputs(config, fixed, is_resuming=resume, **given)
     changes = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     options = RunOptions(is_resuming=resume, allowed_changes=changes, allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:
@@ -188,10 +237,12 @@ def train(
 
 
 def rehearse(
-    config: ConfigLike = None,
+    config: AnyConfig = None,
     *,
-    model: ModelPath = None,
+    model: AnyModel = None,
+    tokenizer: AnyTokenizer = None,
     data: Data = None,
+    formatting_func: Formatter | None = None,
     settings: Settings | None = None,
     sets: Sequence[str] = (),
     allow_pickle: bool = False,
@@ -204,17 +255,19 @@ def rehearse(
     """
     from tunewell.workflows.rehearse import rehearse as run_rehearsal
 
-    fixed = all_sets(sets, settings)
-    loaded = load_for_run(config, fixed, is_resuming=False, model=text_of(model), data=data_paths(data))
+    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
+    loaded = load_inputs(config, all_sets(sets, settings), **given)
     with shown(progress) as show:
         return run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show)
 
 
 def plan(
-    config: ConfigLike = None,
+    config: AnyConfig = None,
     *,
-    model: ModelPath = None,
+    model: AnyModel = None,
+    tokenizer: AnyTokenizer = None,
     data: Data = None,
+    formatting_func: Formatter | None = None,
     measure: bool = True,
     gpus: Sequence[str] = (),
     settings: Settings | None = None,
@@ -228,26 +281,29 @@ def plan(
     from tunewell.workflows.plan import PlanOptions
     from tunewell.workflows.plan import plan as run_plan
 
-    fixed = all_sets(sets, settings)
-    loaded = load_for_run(config, fixed, is_resuming=False, model=text_of(model), data=data_paths(data))
+    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
+    loaded = load_inputs(config, all_sets(sets, settings), **given)
     with shown(progress) as show:
         return run_plan(loaded, PlanOptions(measure, [gpus] if isinstance(gpus, str) else gpus), progress=show)
 
 
 def prepare(
-    config: ConfigLike = None,
+    config: AnyConfig = None,
     *,
-    model: ModelPath = None,
+    model: AnyModel = None,
+    tokenizer: AnyTokenizer = None,
     data: Data = None,
+    formatting_func: Formatter | None = None,
     out: StrPath | None = None,
     settings: Settings | None = None,
     sets: Sequence[str] = (),
     progress: Show = True,
 ) -> PrepareResult:
     """Build a corpus from rows, in the folder `out`. An up-to-date corpus is reused."""
-    fixed, paths = all_sets(sets, settings), data_paths(data)
+    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
+    loaded = load_inputs(config, [*as_sets(corpus=text_of(out)), *all_sets(sets, settings)], **given)
     with shown(progress) as show:
-        return run_prepare(config, sets=fixed, model=text_of(model), data=paths, out=text_of(out), progress=show)
+        return run_prepare(loaded, progress=show)
 
 
 def validate(

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import LoadedConfig
@@ -85,24 +86,29 @@ def plan_run(
 def plan_documents(inputs: PlanInputs, lengths: Ints, *, order: DataOrder | None = None) -> tuple[Plan, DataOrder]:
     """Plan a run on documents of these lengths, and their order."""
     train, batch, replay = inputs.config.train, choose_batch(inputs), choose_replay(inputs)
-    num_rows, num_drawn = len(lengths), 0
-    if replay.value:
-        lengths, num_drawn = with_replayed(lengths, replay.value)
-    order = order or DataOrder(
+    order = order or make_order(
         lengths,
-        inputs.config.seed,
-        inputs.manifest.corpus_sha256,
+        replay.value,
+        seed=inputs.config.seed,
+        corpus_sha256=inputs.manifest.corpus_sha256,
         batch_tokens=batch.tokens.value,
         batch_documents=batch.documents.value,
-        num_replayed=len(lengths) - num_rows,
-        num_drawn=num_drawn,
     )
+    lengths = order.lengths
     assert train.epochs != "auto"  # `with_recommended` has filled it in
     num_steps = train.max_steps or order.num_steps(train.epochs)
     epochs = round(order.epochs_after(num_steps), 4)
     plan = plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs)
     packing = choose_packing(inputs, lengths, plan.micro_batch_tokens.value)
     return plan.model_copy(update={"replay": replay, "packing": packing}), order
+
+
+def make_order(lengths: Ints, replay: float, **settings: Any) -> DataOrder:
+    """Return the order of documents of these lengths, with replayed ones for their share of the tokens."""
+    num_rows, num_drawn = len(lengths), 0
+    if replay:
+        lengths, num_drawn = with_replayed(lengths, replay)
+    return DataOrder(lengths, num_replayed=len(lengths) - num_rows, num_drawn=num_drawn, **settings)
 
 
 def launcher_precision() -> str | None:

@@ -71,8 +71,8 @@ class QuantizedBase(Record):
         return f"loss {self.quantized_loss:.4f} instead of {self.loss:.4f}{cost}"
 
     @property
-    def loading_argument(self) -> str:
-        """The argument of `from_pretrained` that quantises the base model in the same way, as Python code.
+    def bnb_arguments(self) -> str:
+        """The arguments of `BitsAndBytesConfig` that quantise the base model in the same way, as Python code.
 
         Empty for a model that was saved quantised, and for int8, which bitsandbytes computes in another way: the base
         model in 16 bits is nearer to it.
@@ -80,8 +80,12 @@ class QuantizedBase(Record):
         if self.is_saved or self.kind != "nf4":
             return ""
         skipped = f", llm_int8_skip_modules={[*self.keep, 'lm_head']!r}" if self.keep else ""
-        options = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True'
-        return f", quantization_config=BitsAndBytesConfig({options}{skipped})"
+        return f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True{skipped}'
+
+    @property
+    def loading_argument(self) -> str:
+        """The argument of `from_pretrained` that quantises the base model in the same way, or nothing."""
+        return f", quantization_config=BitsAndBytesConfig({self.bnb_arguments})" if self.bnb_arguments else ""
 
 
 class Plan(Record):

@@ -52,7 +52,7 @@ def resolve_model(
     """
     if isinstance(path_or_name, ModelRef):
         return path_or_name  # resolved before torch was imported; its files are not hashed twice
-    name = str(_current_run()) if path_or_name is None else fspath(path_or_name)
+    name = str(current_run()) if path_or_name is None else fspath(path_or_name)
     path = Path(name).expanduser()
     if checkpoint_step(path.name) is not None and (path.parent.parent / PLAN).is_file():
         path, checkpoint = path.parent.parent, str(checkpoint_step(path.name))
@@ -81,7 +81,8 @@ def find_current_run() -> Path | None:
     return run if (run / PLAN).is_file() else None
 
 
-def _current_run() -> Path:
+def current_run() -> Path:
+    """Return the run that the config in this folder names; raise UserError if there is none yet."""
     if (run := find_current_run()) is None:
         loaded = load_config()
         where = f"`{FILE_NAME}` names the run `{loaded.config.run}`" if loaded.file else f"there is no `{FILE_NAME}`"

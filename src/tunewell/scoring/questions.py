@@ -4,6 +4,7 @@ A checkpoint is better if more of its answers to the questions of the selection 
 witness where the answer is a label: a model whose loss doubles may answer more questions right.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -28,6 +29,11 @@ _MAX_TRAINING = 2_000
 _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 16, 512
 _MIN_JUDGED = 0.5
 """Share of the references that the scorer must be able to judge."""
+
+
+def answer_length(longest: int, *, least: int) -> int:
+    """Return the length limit of an answer: 1.5 times the longest reference, both in tokens."""
+    return min(max(math.ceil(1.5 * longest / 8) * 8, least), _MAX_ANSWER_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -116,35 +116,13 @@ class RunInputs:
 
 def build_run(parts: RunInputs) -> Run:
     """Load the model, apply the training method, check devices and dtypes, and return the run."""
-    attention.register()
     note = send_notes(parts.listener)
-    config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
-    method_class: type[Method] = METHODS.load(plan.method.value)
-    masters = DTYPES[config.train.masters]
-    is_narrow = masters != torch.float32  # the plan allows this only for full fine-tuning
-    dtype = masters if is_narrow else method_class.load_dtype(DTYPES[plan.precision.value])
-    corpus = parts.corpus
-    splits = (corpus, corpus.selection, corpus.held_out)
-    longest = max(int(parts.order.lengths.max()), *(int(own.index["length"].max()) for own in splits if len(own)))
-    options = LoadOptions(
-        parts.model,
-        parts.corpus.path / "tokenizer",
-        device,
-        dtype,
-        attention=attention.FLASH if plan.attention.value == "flash" else attention.SDPA,
-        added_tokens=tuple(parts.corpus.manifest.tokenizer.added_by_us),
-        longest_document=longest,
-        seed=plan.seed,
-        allow_pickle=parts.allow_pickle,
-    )
-    found, plan = _load_model(options, parts)
-    options = replace(options, quantized=plan.quantized)
-    model = found.model
-    method = _apply_method(method_class, parts, found)
+    options, found, method = load_run_model(parts)
+    config, plan, model, corpus = parts.config, parts.plan, found.model, parts.corpus
     for message in (*parts.loaded.notes, *found.notes, *method.notes):
         note(message)
-    verify_placement(model, device=device, dtype=dtype, trainable=masters)
-    folder = parts.rank_folder
+    verify_placement(model, device=options.device, dtype=options.dtype, trainable=DTYPES[config.train.masters])
+    folder, longest = parts.rank_folder, options.longest_document
     samples = EventLog(folder / "samples.jsonl", on_trouble=note)
     learner = TrainableModel(
         model,
@@ -186,6 +164,30 @@ def build_run(parts: RunInputs) -> Run:
     )
 
 
+def load_run_model(parts: RunInputs) -> tuple[LoadOptions, LoadedModel, Method]:
+    """Load the model of a run, quantised if the plan says so, and apply its method, as before the first step."""
+    attention.register()
+    config, plan, corpus = parts.config, parts.plan, parts.corpus
+    method_class: type[Method] = METHODS.load(plan.method.value)
+    masters = DTYPES[config.train.masters]
+    is_narrow = masters != torch.float32  # the plan allows this only for full fine-tuning
+    splits = (corpus, corpus.selection, corpus.held_out)
+    longest = max(int(parts.order.lengths.max()), *(int(own.index["length"].max()) for own in splits if len(own)))
+    options = LoadOptions(
+        parts.model,
+        corpus.path / "tokenizer",
+        torch.device(plan.device.value),
+        masters if is_narrow else method_class.load_dtype(DTYPES[plan.precision.value]),
+        attention=attention.FLASH if plan.attention.value == "flash" else attention.SDPA,
+        added_tokens=tuple(corpus.manifest.tokenizer.added_by_us),
+        longest_document=longest,
+        seed=plan.seed,
+        allow_pickle=parts.allow_pickle,
+    )
+    found = _load_model(options, parts)
+    return replace(options, quantized=parts.plan.quantized), found, _apply_method(method_class, parts, found)
+
+
 def _apply_method(method_class: type[Method], parts: RunInputs, found: LoadedModel) -> Method:
     """Apply the training method to the model, or load the adapter that goes on being trained."""
     settings, prefix = parts.config.method, found.text_prefix
@@ -199,18 +201,18 @@ def _apply_method(method_class: type[Method], parts: RunInputs, found: LoadedMod
     )
 
 
-def _load_model(options: LoadOptions, parts: RunInputs) -> tuple[LoadedModel, Plan]:
-    """Load the model, and quantise it if the plan says so. Return the plan with the measured cost."""
+def _load_model(options: LoadOptions, parts: RunInputs) -> LoadedModel:
+    """Load the model, and quantise it if the plan says so. The plan gets the measured cost."""
     base = parts.plan.quantized
     if base is None or base.is_saved or base.loss is not None:
-        return load_model(replace(options, quantized=base)), parts.plan
+        return load_model(replace(options, quantized=base))
     from tunewell.training.quantization import load_quantized
 
     found, base = load_quantized(options, base, parts)
     parts.plan = parts.plan.model_copy(update={"quantized": base})
     if parts.world.is_first:
         write_plan(parts.folder, parts.plan)
-    return found, parts.plan
+    return found
 
 
 def describe_start(parts: RunInputs, run: Run) -> RunStarted:

@@ -17,7 +17,7 @@ from tunewell.core.html import render
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.data.corpus.spec import BuildSpec, make_spec, require_model_and_data
+from tunewell.data.corpus.spec import BuildSpec, make_spec, require_model_and_data, with_labels
 from tunewell.data.corpus.writer import CorpusOutput
 from tunewell.data.sources.base import TOKENIZED
 from tunewell.data.text_pipeline import TextPipeline
@@ -102,6 +102,7 @@ def load_spec(loaded: LoadedConfig, progress: ProgressListener = silent) -> Buil
     """Load the tokenizer and the templates, and return the build spec. With `data.index`, rows get passages first."""
     loaded, _ = with_start(loaded)
     require_model_and_data(loaded)
+    loaded = with_labels(loaded, progress)
     remarks: list[str] = []
     if loaded.config.data.index is not None:
         with_open_book = require_hook("retrieval", "open_book", needed_by="`data.index`")

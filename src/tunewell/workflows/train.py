@@ -18,6 +18,7 @@ from tunewell.core.redact import redact
 from tunewell.core.units import size_bytes
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.data.corpus.spec import with_labels
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
@@ -74,6 +75,7 @@ def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[Loaded
         loaded = as_first_started(loaded)
     loaded, start = with_start(loaded)
     require_training_data(loaded, is_resuming=options.is_resuming)
+    loaded = with_labels(loaded)  # the run's config says how its test rows are read
     if loaded.config.track:
         require_hook("track", "require", needed_by="`track`")(loaded.config.track)
     if loaded.config.export.to:

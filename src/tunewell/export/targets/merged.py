@@ -51,9 +51,13 @@ def num_weights(context: ExportContext) -> int:
 
 def write_model(context: ExportContext, folder: Path, precision: str) -> None:
     """Write the merged model and its tokenizer in transformers format."""
-    model: Any = context.model.model
     context.generation_config()
-    dtype = DTYPES[precision]
+    save_plain(context.model.model, folder, DTYPES[precision])
+    context.model.tokenizer.save(folder, context.template.source)
+
+
+def save_plain(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write a model without an adapter as `from_pretrained` loads it, however it was loaded."""
     tensors = {name: tensor.to(dtype) for name, tensor in unique_tensors(model).items()}
     before = model.config.dtype
     model.config.dtype = dtype
@@ -62,7 +66,6 @@ def write_model(context: ExportContext, folder: Path, precision: str) -> None:
             model.save_pretrained(folder, state_dict=tensors, max_shard_size=_MAX_SHARD_SIZE)
     finally:
         model.config.dtype = before
-    context.model.tokenizer.save(folder, context.template.source)
 
 
 def unique_tensors(model: Any) -> dict[str, torch.Tensor]:

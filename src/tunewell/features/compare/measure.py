@@ -11,7 +11,7 @@ from tunewell.core.units import count, listed
 from tunewell.data.reading_prompt import CITATION, NOT_FOUND, fit, is_refusal, question_in, reading_prompt
 from tunewell.evaluation.comparison import Column, ColumnAnswer
 from tunewell.evaluation.passages import SearchedQuestions, Shown
-from tunewell.evaluation.questions import Questions, answer_length, find_questions
+from tunewell.evaluation.questions import Questions, find_questions
 from tunewell.evaluation.rows import EvaluationSet
 from tunewell.inference.batch import Answerer, Message, Replies
 from tunewell.inference.chat_model import ChatModel
@@ -19,7 +19,7 @@ from tunewell.inference.model_ref import ModelRef
 from tunewell.scoring.answer_keys import AnswerKey
 from tunewell.scoring.base import Score
 from tunewell.scoring.matching import match
-from tunewell.scoring.questions import questions_of
+from tunewell.scoring.questions import answer_length, questions_of
 
 _MIN_ANSWER_TOKENS = 64
 

@@ -9,9 +9,10 @@ from tunewell.core.progress import Progress, ProgressListener
 from tunewell.evaluation.comparison import Column
 from tunewell.evaluation.passages import PassageIndex, SearchedQuestions
 from tunewell.features.compare.measure import Exam, measure_alone, measure_with_passages
-from tunewell.inference.batch import Answerer, ModelAnswerer, ServerAnswerer
+from tunewell.inference.batch import Answerer, ModelAnswerer, RecordedAnswerer, ServerAnswerer
 from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.inference.model_ref import ModelRef
+from tunewell.records.answers import is_answers_file
 from tunewell.runs.state import StoredRun
 
 TRAINING, INDEX = "training", "index"
@@ -23,7 +24,7 @@ class Subject:
 
     name: str
     ref: ModelRef | None
-    """None for a server."""
+    """None for a server, and for its recorded answers."""
     address: str
 
 
@@ -52,6 +53,13 @@ class ColumnSession:
         """Yield the columns of a subject: its base model, unless it is measured already, and itself."""
         ref = subject.ref
         if ref is None:
+            if is_answers_file(Path(subject.address)):
+                recorded = RecordedAnswerer(Path(subject.address))
+                column = measure_alone(subject.name, recorded, self.exam, is_own=False, progress=self.progress)
+                yield self._with_cost(column, 0.0)
+                if self.indexes:
+                    self.notes.append(f"{subject.name}: its answers were recorded without passages")
+                return
             server = ServerAnswerer(subject.address, length=self.exam.answer_tokens)
             yield from self._asked(subject.name, server, is_own=False)
             return

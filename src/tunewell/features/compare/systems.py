@@ -23,6 +23,7 @@ from tunewell.features.compare.recommendation import MIN_QUESTIONS, recommend
 from tunewell.features.compare.subjects import ColumnSession, SearchedIndex, Subject
 from tunewell.inference.chat_model import open_without_weights
 from tunewell.inference.model_ref import ModelRef
+from tunewell.records.answers import is_answers_file, read_answers
 from tunewell.runs.resolve import resolve_model
 
 _NUM_KEYS = 5
@@ -103,7 +104,9 @@ def _subjects(names: Sequence[str | Path]) -> list[Subject]:
     subjects = []
     for name in names or [None]:
         label, ref = str(name).rpartition("#")[2] or str(name), None
-        if name is None or not is_url(str(name)):
+        if name is not None and is_answers_file(Path(name)):
+            label = read_answers(Path(name)).model
+        elif name is None or not is_url(str(name)):
             ref = resolve_model(name)
             label = ref.path.resolve().name if ref.path is not None else ref.name
         subjects.append(Subject(label, ref, str(name)))
