@@ -209,7 +209,8 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
 def _report(error: UserError, *, wants_json: bool) -> int:
     is_shared = isinstance(error, SharedError)
     if wants_json and not (is_shared and os.environ.get("RANK", "0") != "0"):
-        emit(json_text({"error": {"what": error.what, "where": error.where, "fix": error.fix}}))
+        problems = {"problems": list(error.problems)} if error.problems else {}
+        emit(json_text({"error": {"what": error.what, "where": error.where, "fix": error.fix, **problems}}))
     if not (is_shared and os.environ.get("LOCAL_RANK", "0") != "0"):
         emit_error(error)
     return EXIT_USER
