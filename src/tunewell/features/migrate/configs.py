@@ -89,7 +89,7 @@ def read_config(text: str, name: str, others: Mapping[str, str], rows: Sequence[
 
 def refuse_others(given: Mapping[str, Setting]) -> None:
     """Raise UserError for a training on preferences, rewards, images or sound."""
-    for name, one in given.items():
+    for name, one in sorted(given.items(), key=lambda pair: "reward" not in table().get(pair[0], {}).get("refuse", "")):
         row = table().get(name, {})
         if "refuse" not in row or one.value is None or one.value in row["same"] or str(one.value) in row.get("to", {}):
             continue

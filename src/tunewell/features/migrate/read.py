@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,7 +102,13 @@ def _read_documented(foreign: ForeignConfig, code: str, name: str, others: dict[
             shell = read_shell(_only(text, line), name, others, ())
             foreign.settings += shell.settings
             foreign.entries += shell.entries
-            foreign.sources = foreign.sources or shell.sources
+            if shell.sources and not foreign.sources:
+                foreign.sources = shell.sources
+                made = [one for one in foreign.entries if one.key.endswith(".train_dataset") and one.status == "lost"]
+                why = "its rows are named on the command line"
+                foreign.entries = [
+                    replace(one, status="not needed", why=why) if one in made else one for one in foreign.entries
+                ]
             foreign.defaults += [one for one in shell.defaults if one not in foreign.defaults]
             if any(one.name == "use_peft" for one in shell.settings):
                 foreign.own.pop("method.kind", None)

@@ -232,6 +232,8 @@ class _Reader:
 
     def finish(self) -> None:
         """Write the rows that the trainer gets, or the last ones that were loaded."""
+        if "get_peft_config" not in self.foreign.words and "from_pretrained" in self.foreign.words:
+            self.foreign.own.setdefault("method.kind", "full")
         rows = self.rows or next((one for one in reversed(list(self.names.values())) if isinstance(one, Rows)), None)
         for one in [rows, *rows.others] if rows else []:
             self.foreign.sources.append(one.source)

@@ -50,6 +50,8 @@ class Draft:
     def set(self, one: Setting, own: Mapping[str, Any], why: str = "") -> None:
         """Set keys of ours from a setting. A value that our config does not take is lost, and the entry says why."""
         taken: dict[str, Any] = {}
+        if own.get("train.attention") == "flash":
+            own, why = {"train.attention": "auto"}, "the flash kernel is used where the GPU has it"
         for key, value in own.items():
             if one.call == "default" and key in self.tree:
                 continue
@@ -94,7 +96,9 @@ def translate_config(foreign: ForeignConfig, *, processes: int | None = None) ->
     given = _last_ones(foreign, draft)
     refuse_others(given)
     draft.tree |= {key: value for key, value in foreign.own.items() if not key.startswith("data.held_out")}
-    rest = {name: one for name, one in given.items() if not _take_special(one, given, draft)}
+    models = {name: one for name, one in given.items() if ALIASES.get(name) == "model" and one.value}
+    _take_by_table(models, draft)
+    rest = {name: one for name, one in given.items() if name not in models and not _take_special(one, given, draft)}
     _take_by_table(rest, draft)
     _take_defaults(given, draft)
     _take_held_out(given, draft)
@@ -166,6 +170,8 @@ def _take_special(one: Setting, given: Mapping[str, Setting], draft: Draft) -> b
         and all(str(part).startswith("<|im_") for part in cast(list[Any], value))
     ):
         draft.set(one, {"template.add_missing_tokens": True}, "those of ChatML are added")
+    elif name == "config_file" and re.search("deepspeed|fsdp|zero", str(value)):
+        draft.add(one, "lost", why=table()["fsdp"]["lost"])
     elif name == "dataset_text_field":
         draft.add(one, "not needed", why="the column of the texts is found, or `columns` names it")
     elif name in ("num_processes", "nproc_per_node", "num_gpus", "gpu_count", "ray_num_workers"):
@@ -202,7 +208,8 @@ def _values() -> dict[str, Any]:
 
 
 def _take_template(one: Setting, draft: Draft) -> None:
-    own = tables()["templates"].get(one.value)
+    is_tuned = re.search(r"instruct|chat|-it\b", str(draft.tree.get("model", "")), re.I)
+    own = None if is_tuned else tables()["templates"].get(one.value)
     why = "" if own else f"the template in the model's files is used; `{one.value}` is its name there"
     if one.value.endswith(".jinja"):
         own, why = one.value, ""
@@ -359,7 +366,11 @@ def _take_learn_from(given: Mapping[str, Setting], draft: Draft) -> None:
         or any(one.name == "train_on_responses_only" for one in given.values())
     ):
         return
-    columns = _columns(draft.foreign)
+    row = _first_row(draft.foreign)
+    columns = {*row}
+    if {"prompt", "completion"} <= columns and isinstance(row["prompt"], str):
+        why = "plain texts are joined without a template there; here they are turns in the template of the model"
+        draft.add(Setting("prompt, completion", "texts", str(draft.foreign.sources[0]["path"]), 1), "lost", why=why)
     learn = "responses" if {"prompt", "completion"} <= columns else "everything"
     draft.tree["template.learn_from"] = learn
     why = "TRL trains on the completions alone" if learn == "responses" else "TRL trains on the questions too"
@@ -368,8 +379,8 @@ def _take_learn_from(given: Mapping[str, Setting], draft: Draft) -> None:
     draft.add(one, "translated", f"template.learn_from: {learn}", why)
 
 
-def _columns(foreign: ForeignConfig) -> set[str]:
-    """Return the columns of the first local row."""
+def _first_row(foreign: ForeignConfig) -> dict[str, Any]:
+    """Return the first row of a local file, or an empty one."""
     from tunewell.core.files import open_file, parse_json
 
     for source in foreign.sources:
@@ -378,8 +389,8 @@ def _columns(foreign: ForeignConfig) -> set[str]:
             if path.is_file() and path.suffix == ".jsonl":
                 with open_file(path, "r", encoding="utf-8") as file:
                     row = parse_json(file.readline(1_000_000))
-                return {*row} if isinstance(row, dict) else set()
-    return set()
+                return cast(dict[str, Any], row) if isinstance(row, dict) else {}
+    return {}
 
 
 def _take_batch(given: Mapping[str, Setting], processes: int | None, draft: Draft) -> None:
