@@ -3,17 +3,18 @@
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny import write_jsonl, write_tiny_model
 from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tunewell
-from tiny import write_jsonl, write_tiny_model
 from tunewell.data.batches import DataOrder
 from tunewell.features.migrate.workflow import migrate
 
@@ -124,7 +125,7 @@ def run_script(script: str, *, in_order: bool, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(SFTTrainer, "train", keep)
         if in_order:
             patch.setattr(SFTTrainer, "_get_train_sampler", lambda self, *_: SequentialSampler(self.train_dataset))
-        exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+        exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})  # noqa: S102  a script of this test
     return kept
 
 
@@ -155,7 +156,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def num_tokens(log: list[dict[str, Any]]) -> list[int]:
     """Return the tokens of each step in TRL's log, which counts them up."""
     counts = [0, *(round(line["num_tokens"]) for line in log)]
-    return [after - before for before, after in zip(counts, counts[1:], strict=False)]
+    return [after - before for before, after in pairwise(counts)]
 
 
 def test_in_one_order_every_step_has_the_same_tokens_and_the_same_loss(

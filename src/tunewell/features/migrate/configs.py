@@ -30,7 +30,6 @@ _NAMES = {
     "unsloth": "Unsloth",
 }
 _FACTORY_V1 = {"train_dataset", "dist_config", "kernel_config", "sample_backend"}
-_LEAST_KNOWN = 2
 _VISION = ("processor_type", "skip_prepare_dataset")
 _TRL_ROWS = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
 _RECORD = "it belongs to the record of the job, and sets nothing"
@@ -44,7 +43,7 @@ def tool_name(tool: str) -> str:
 
 def read_tree(text: str, name: str) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     """Return the tree of a YAML or JSON file, and the line of each value. JSON may have comments."""
-    if text.lstrip().startswith("{"):
+    if re.match(r"\s*(//[^\n]*\s+)*\{", text):
         text = _COMMENT.sub(lambda found: found[1] or "", text)
     document = read_yaml(text, name)
     if not document.is_complete:
@@ -123,7 +122,7 @@ def _flat(settings: Sequence[Setting], lines: Mapping[KeyPath, int], path: KeyPa
 
 def _require_known(foreign: ForeignConfig, name: str) -> None:
     known = [one.name for one in foreign.settings if one.name in table() or one.name in ALIASES or owner_of(one.name)]
-    if len(known) < _LEAST_KNOWN:
+    if not known:
         fix = "it reads configs of Axolotl, LLaMA-Factory and TRL, scripts, notebooks, shell scripts and OpenAI jobs"
         raise UserError("this is no config of a training that is known", where=name, fix=fix)
     if any(one.name in ("compute_environment", "ds_accelerator", "zero_optimization") for one in foreign.settings):
@@ -308,7 +307,7 @@ def read_shell(text: str, name: str, others: Mapping[str, str], rows: Sequence[s
         configs = [
             word
             for word in words
-            if word in others or (word.endswith((".yaml", ".yml", ".json")) and Path(word).is_file())
+            if word.endswith((".yaml", ".yml", ".json")) and (word in others or Path(word).is_file())
         ]
         for config in configs[:1] if base is None else []:
             content = others.get(config) or Path(config).read_text(encoding="utf-8", errors="replace")[:1_000_000]

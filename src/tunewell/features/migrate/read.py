@@ -56,7 +56,7 @@ def _text(path: Path) -> str:
 
 
 def _rank(name: str, text: str) -> int:
-    """Return the place of a file in the order in which they are read: scripts, commands, configs, and what belongs to them."""
+    """Return the place of a file in the order in which they are read: commands, scripts, configs, and what they need."""
     if name.endswith("dataset_info.json") or "compute_environment" in text:
         return 3
     kind = _kind(name, text)
@@ -88,7 +88,7 @@ def _read(name: str, text: str, others: dict[str, str], rows: Sequence[str]) -> 
     foreign = read_script(code, name)
     if _PARSER.search(code) and not any(one.name in ("learning_rate", "output_dir") for one in foreign.settings):
         _read_documented(foreign, code, name, others)
-    if not foreign.settings:
+    if not foreign.settings and not others and not rows:
         fix = "the settings come from the command line: name the command (`.sh`) or its YAML too"
         raise UserError("the script sets nothing that is known", where=name, fix=fix)
     return foreign

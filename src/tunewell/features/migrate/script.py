@@ -4,8 +4,10 @@ import ast
 import json
 import operator
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import dedent
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
@@ -59,9 +61,15 @@ def notebook_code(text: str) -> str | None:
     return "\n".join(part if _is_python(part) else f"# {part}".replace("\n", "\n# ") for part in parts)
 
 
+def _parsed(code: str) -> ast.Module:
+    with warnings.catch_warnings():  # of escapes and numbers in code of others
+        warnings.simplefilter("ignore")
+        return ast.parse(code)
+
+
 def _is_python(cell: str) -> bool:
     try:
-        ast.parse(_without_magic(cell))
+        _parsed(_without_magic(cell))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     return not cell.lstrip().startswith("%%bash")
@@ -75,9 +83,9 @@ def _without_magic(code: str) -> str:
 
 def read_script(text: str, name: str) -> ForeignConfig:
     """Read the settings of a script. Raise UserError if it is not Python, or trains what tunewell does not."""
-    code = _without_magic(text)
+    code = dedent(_without_magic(text))
     try:
-        tree = ast.parse(code)
+        tree = _parsed(code)
         _refuse(tree, name, code)
         reader = _Reader(name, ForeignConfig("transformers", text=text))
         reader.read(tree.body)
@@ -152,7 +160,8 @@ class _Reader:
             name = _dotted(call.func)
             self.foreign.words.add(name.rpartition(".")[2])
             known = _known(name)
-            if known is not None:
+            words = [word.arg for word in call.keywords]
+            if known is not None and known.get("only_key", words[0] if words else "") in [*words, ""]:
                 self._settings(call, name, known)
             elif name.endswith("add_argument") and call.args:
                 given = {word.arg: word.value for word in call.keywords}

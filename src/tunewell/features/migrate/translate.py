@@ -172,6 +172,8 @@ def _take_special(one: Setting, given: Mapping[str, Setting], draft: Draft) -> b
         draft.set(one, {"template.add_missing_tokens": True}, "those of ChatML are added")
     elif name == "config_file" and re.search("deepspeed|fsdp|zero", str(value)):
         draft.add(one, "lost", why=table()["fsdp"]["lost"])
+    elif name in ("config", "config_file"):
+        draft.add(one, "lost", why="this file is not here: name it too")
     elif name == "dataset_text_field":
         draft.add(one, "not needed", why="the column of the texts is found, or `columns` names it")
     elif name in ("num_processes", "nproc_per_node", "num_gpus", "gpu_count", "ray_num_workers"):
@@ -417,11 +419,10 @@ def _take_batch(given: Mapping[str, Setting], processes: int | None, draft: Draf
     if is_taken:
         draft.tree |= own
         factors_text = " x ".join(map(str, [*factors, *([num] if num > 1 else [])]))
-        draft.comments[key] = (
-            f"{factors_text} = {rows} {unit} a step" if packs or len(factors) > 1 else f"{rows} {unit} a step"
-        )
+        step = f"{factors_text} = {rows} {unit}" if " x " in factors_text else f"{rows} {unit}"
+        draft.comments[key] = f"{step} a step"
         assumed = "" if processes or draft.foreign.processes else "; one process is assumed: `--processes N`"
-        draft.batch = f"a step there is {count(rows)} {unit}, and here: `{key}: {own[key]}`{assumed}"
+        draft.batch = f"a step there is {step}, and here: `{key}: {own[key]}`{assumed}"
     for name in [name for name in (*_BATCH, *_UNPACKED) if name in given]:
         one = given[name]
         if name in _UNPACKED:

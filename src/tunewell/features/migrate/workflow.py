@@ -1,4 +1,4 @@
-"""`tunewell migrate`: write `tunewell.yaml` for the config, script or job of another tool, with a ledger of its keys."""
+"""`tunewell migrate`: write `tunewell.yaml` for the config, script or job of another tool, and account for its keys."""
 
 import os
 import re
