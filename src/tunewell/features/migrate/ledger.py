@@ -9,7 +9,7 @@ from tunewell.core.text import shorten
 
 Status = Literal["kept", "translated", "not needed", "lost"]
 STATUSES: tuple[Status, ...] = ("kept", "translated", "not needed", "lost")
-_SHOWN = 60
+_SHOWN = 44
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,10 @@ def _require_valid(text: str) -> None:
 
 def _open_points(draft: Draft) -> list[str]:
     notes: list[str] = []
+    if draft.tree.get("packing.long_documents") == "split":
+        notes.append(
+            "rows above the length limit are cut off there; here their rest is trained too (`long_documents: split`)"
+        )
     if draft.tree["model"] == OPEN:
         notes.append("`model` is open: name one with `--model`, or in the config; `tunewell models ROWS` compares some")
     if any(source["path"] == OPEN for source in draft.tree["data.sources"]):
