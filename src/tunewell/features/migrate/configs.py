@@ -10,7 +10,7 @@ from tunewell.config.releases import owner_of
 from tunewell.config.schema import ALIASES, OPEN
 from tunewell.config.yaml_reader import KeyPath, raise_problems, read_yaml
 from tunewell.core.errors import UserError
-from tunewell.features.migrate.ledger import Entry, ForeignConfig, Setting, entry, shown_value
+from tunewell.features.migrate.ledger import Entry, ForeignConfig, Setting, as_dict, as_list, entry, shown_value
 from tunewell.features.migrate.rows import read_axolotl_rows, read_factory_rows, source_of
 from tunewell.features.migrate.shell import commands, read_flags
 
@@ -108,7 +108,7 @@ def refuse_others(given: Mapping[str, Setting]) -> None:
 def _flat(settings: Sequence[Setting], lines: Mapping[KeyPath, int], path: KeyPath = ()) -> Iterator[Setting]:
     """Yield the settings in sections of a config one by one."""
     for one in settings:
-        inner = cast(dict[str, Any], one.value) if isinstance(one.value, dict) else {}
+        inner = as_dict(one.value)
         here = (*path, one.name)
         if inner and one.name not in table():
             parts = [
@@ -142,7 +142,7 @@ def read_trl_rows(foreign: ForeignConfig) -> None:
         if name == "datasets":
             read_axolotl_rows(foreign, one, {})
         else:
-            for path in one.value if isinstance(one.value, list) else [one.value]:
+            for path in as_list(one.value):
                 extra = {"split": _text(by_name, "dataset_train_split"), "config": _text(by_name, "dataset_config")}
                 source, lost = source_of(str(path), **(extra if name == "dataset_name" else {}))
                 foreign.sources.append(source)
@@ -204,8 +204,8 @@ def _read_factory(foreign: ForeignConfig, settings: list[Setting], others: Mappi
 
 
 def _held_out(foreign: ForeignConfig, one: Setting) -> None:
-    value: Any = cast(list[Any], one.value)[0] if isinstance(one.value, list) and one.value else one.value
-    path = cast(dict[str, Any], value).get("path") if isinstance(value, dict) else value
+    value = as_list(one.value)[0]
+    path = as_dict(value).get("path", value)
     if isinstance(path, str) and Path(path).is_file():
         foreign.own["data.held_out"] = path
         foreign.entries.append(entry(one, "translated", f"data.held_out: {path}"))
@@ -219,7 +219,7 @@ def _read_openai(
 ) -> None:
     """Read a job. Its files are ids, so the rows are the JSONL files that are named beside it."""
     by_name = {one.name: one for one in settings}
-    method = by_name["method"].value if isinstance(by_name.get("method", Setting("", None, "", 1)).value, dict) else {}
+    method = as_dict(by_name["method"].value) if "method" in by_name else {}
     kind = str(method.get("type", "supervised"))
     if kind != "supervised":
         raise UserError(f"`method.type: {kind}` trains on preferences or rewards, which tunewell does not")
@@ -239,11 +239,7 @@ def _read_openai(
         elif one.name == "seed":
             foreign.settings.append(one)
         elif one.name == "integrations" and one.value:
-            names = (
-                [part.get("type") for part in one.value if isinstance(part, dict)]
-                if isinstance(one.value, list)
-                else []
-            )
+            names = [as_dict(part).get("type") for part in as_list(one.value)]
             foreign.own |= {"track": ["wandb"]} if "wandb" in names else {}
             foreign.entries.append(entry(one, "translated" if names == ["wandb"] else "lost", f"track: {names}"))
         elif one.name == "suffix" and one.value:
@@ -260,9 +256,7 @@ def _read_openai(
 
 def _hyperparameters(given: Any) -> dict[str, Any]:
     """Return the hyperparameters of a job, also of its `method`."""
-    if not isinstance(given, dict):
-        return {}
-    tree = cast(dict[str, Any], given)
+    tree = as_dict(given)
     if isinstance(tree.get("supervised"), dict):
         return _hyperparameters(tree["supervised"])
     if "hyperparameters" in tree:

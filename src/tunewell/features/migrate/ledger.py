@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tunewell.core.text import shorten
 
@@ -51,6 +51,16 @@ class Entry:
     ours: str = ""
     """What is in `tunewell.yaml` for it, like `train.epochs: 3`."""
     why: str = ""
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return a value if it is a mapping, else an empty one."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a value as a list: one value becomes a list of one, null an empty one."""
+    return cast(list[Any], value) if isinstance(value, list) else [] if value is None else [value]
 
 
 def entry(setting: Setting, status: Status, ours: str = "", why: str = "") -> Entry:

@@ -56,7 +56,7 @@ def _text(path: Path) -> str:
 
 
 def _rank(name: str, text: str) -> int:
-    """Return the place of a file in the order in which they are read: commands, scripts, configs, and what they need."""
+    """Return the place of a file in the order of reading: commands, scripts, configs, and what they need."""
     if name.endswith("dataset_info.json") or "compute_environment" in text:
         return 3
     kind = _kind(name, text)

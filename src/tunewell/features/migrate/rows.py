@@ -4,12 +4,12 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunewell.config.schema import OPEN
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url, read_data
-from tunewell.features.migrate.ledger import Entry, ForeignConfig, Setting, Status, entry
+from tunewell.features.migrate.ledger import Entry, ForeignConfig, Setting, Status, as_dict, as_list, entry
 
 _FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|txt|md|arrow|xlsx|zip)(\.gz|\.zst)?$", re.I)
 _HUB = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
@@ -28,10 +28,8 @@ def tables() -> dict[str, Any]:
 
 def source_of(name: str, *, split: Any = None, config: Any = None, files: Any = None, revision: Any = None) -> Any:
     """Return one of our `data.sources` for a data set, and why a part of it is lost, or an empty text."""
-    listed = files if isinstance(files, list) else [files]
-    if isinstance(files, dict):
-        listed = [files.get(str(split)) or next(iter(cast(dict[str, Any], files).values()), None)]
-    paths = [str(one) for one in cast(list[Any], listed) if isinstance(one, str)]
+    listed = [as_dict(files).get(str(split)) or next(iter(as_dict(files).values()), None)] if as_dict(files) else files
+    paths = [one for one in as_list(listed) if isinstance(one, str)]
     path = paths[0] if paths and (name in _LOADERS or name in ("", "None")) else name
     lost = f"only the first of {len(paths)} files is read: name a folder or a glob" if len(paths) > 1 else ""
     source: dict[str, Any] = {"path": path or OPEN}
@@ -61,12 +59,10 @@ def is_local(path: str) -> bool:
 
 def read_axolotl_rows(foreign: ForeignConfig, setting: Setting, lines: Mapping[Any, int]) -> None:
     """Read `datasets`: a list of sections, each with an entry for every key."""
-    listed = setting.value if isinstance(setting.value, list) else [setting.value]
-    for number, given in enumerate(cast(list[Any], listed)):
-        one: dict[str, Any] = cast(dict[str, Any], given) if isinstance(given, dict) else {"path": given}
-        kind, extra = one.get("type"), {}
-        if isinstance(kind, dict):
-            extra = {key: value for key, value in cast(dict[str, Any], kind).items() if key not in one}
+    for number, given in enumerate(as_list(setting.value)):
+        one = as_dict(given) or {"path": given}
+        kind = one.get("type")
+        extra = {key: value for key, value in as_dict(kind).items() if key not in one}
         name = "user_defined" if extra else re.split(r"[.:]", str(kind))[0]
         known = tables()["axolotl"].get(name)
         if known and "refuse" in known:
@@ -126,11 +122,11 @@ def _shown_format(source: Mapping[str, Any]) -> str:
 
 def read_factory_rows(foreign: ForeignConfig, setting: Setting, info: Mapping[str, Any], folder: str) -> None:
     """Read LLaMA-Factory's `dataset: a,b`, with their entries in `dataset_info.json`."""
-    names = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
+    names = [part for one in as_list(setting.value) for part in str(one).split(",")]
     missing: list[str] = []
-    for name in [str(one).strip() for one in cast(list[Any], names)]:
-        known = cast(dict[str, Any], info.get(name) if isinstance(info.get(name), dict) else {})
-        columns = cast(dict[str, Any], known.get("columns") if isinstance(known.get("columns"), dict) else {})
+    for name in map(str.strip, names):
+        known = as_dict(info.get(name))
+        columns = as_dict(known.get("columns"))
         if {"images", "videos", "audios"} & columns.keys() or "mllm" in name:
             raise UserError(f"`{name}` has images, video or audio, which tunewell does not train on")
         if known.get("ranking") or "kto_tag" in columns:

@@ -104,7 +104,7 @@ def _refuse(tree: ast.Module, name: str, code: str) -> None:
     for row, call in sorted(refused, key=lambda pair: not _dotted(pair[1].func).endswith("Trainer")):
         if "only_with" not in row or re.search(row["only_with"], code):
             what = f"`{_dotted(call.func)}` trains {row['refuse']}, which tunewell does not"
-            fix = "`tunewell migrate` reads supervised fine-tuning on text"
+            fix = "only supervised fine-tuning on text is read"
             raise UserError(what, where=f"{name} line {call.lineno}", fix=fix)
 
 

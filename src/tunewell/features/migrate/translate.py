@@ -18,7 +18,17 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import read_data
 from tunewell.core.units import count
 from tunewell.features.migrate.configs import refuse_others
-from tunewell.features.migrate.ledger import Computed, Entry, ForeignConfig, Setting, Status, entry, shown_value
+from tunewell.features.migrate.ledger import (
+    Computed,
+    Entry,
+    ForeignConfig,
+    Setting,
+    Status,
+    as_dict,
+    as_list,
+    entry,
+    shown_value,
+)
 from tunewell.features.migrate.rows import tables
 
 _SIZES = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size")
@@ -27,7 +37,7 @@ _LENGTHS = tuple(alias for alias, key in ALIASES.items() if key == "packing.cont
 _KERNELS = re.compile(r"(CutCrossEntropy|Liger|Kernels|Spectrum)Plugin$")
 _UNPACKED = ("sample_packing", "packing", "neat_packing")
 _PROJECTIONS = re.compile(r"\(([\w|]+)\)_proj|\b(\w+_proj)\b|\(([\w|]*_proj[\w|]*)\)")
-_NEGATIVE = (-1, None)
+_OWN_TOKENS = ("pad_token", "unk_token", "bos_token", "eos_token")
 
 
 @dataclass
@@ -140,7 +150,7 @@ def _take_special(one: Setting, given: Mapping[str, Setting], draft: Draft) -> b
     name, value = one.name, one.value
     if name in _BATCH or name in _UNPACKED:
         return True  # `_take_batch`
-    if value is None or (value in _NEGATIVE and name == "max_steps") or (name in ALIASES and value == ""):
+    if value is None or (value == -1 and name == "max_steps") or (name in ALIASES and value == ""):
         draft.add(one, "not needed", why="not set")
     elif name in ("chat_template", "template") and isinstance(value, str):
         _take_template(one, draft)
@@ -150,32 +160,20 @@ def _take_special(one: Setting, given: Mapping[str, Setting], draft: Draft) -> b
         _take_trackers(one, draft)
     elif name in ("val_set_size", "val_size"):
         return True  # `_take_held_out`
-    elif name in ("eval_strategy", "evaluation_strategy") and value in ("no", False):
-        draft.add(one, "not needed", why="rows are evaluated only if some are held out")
     elif name in ("eval_steps", "save_steps") and (not isinstance(value, int) or value < 1):
         draft.add(one, "not needed", why="a run is evaluated and saved ten times")
     elif name in ("lora_target_modules", "target_modules") and isinstance(value, str) and value != "all-linear":
         _take_targets(one, draft)
-    elif (
-        name == "plugins"
-        and isinstance(value, list)
-        and all(_KERNELS.search(str(part)) for part in cast(list[Any], value))
-    ):
+    elif name == "plugins" and all(_KERNELS.search(str(part)) for part in as_list(value)):
         draft.add(one, "not needed", why="it changes speed and memory, not the result")
-    elif name == "special_tokens" and isinstance(value, dict):
-        _take_tokens(one, list(cast(dict[str, Any], value)), draft)
-    elif (
-        name == "tokens"
-        and isinstance(value, list)
-        and all(str(part).startswith("<|im_") for part in cast(list[Any], value))
-    ):
+    elif name == "special_tokens" and not {*as_dict(value)} - {*_OWN_TOKENS}:
+        draft.add(one, "not needed", why="the tokenizer's own tokens are used, and nothing is padded")
+    elif name == "tokens" and all(str(part).startswith("<|im_") for part in as_list(value)):
         draft.set(one, {"template.add_missing_tokens": True}, "those of ChatML are added")
-    elif name == "config_file" and re.search("deepspeed|fsdp|zero", str(value)):
-        draft.add(one, "lost", why=table()["fsdp"]["lost"])
-    elif name in ("config", "config_file"):
-        draft.add(one, "lost", why="this file is not here: name it too")
-    elif name == "dataset_text_field":
-        draft.add(one, "not needed", why="the column of the texts is found, or `columns` names it")
+    elif name == "dataset_text_field" and isinstance(value, str) and value != "text":
+        for source in draft.foreign.sources:
+            source.setdefault("columns", {})["text"] = value
+        draft.add(one, "translated", f"data.sources: columns: {{text: {value}}}")
     elif name in ("num_processes", "nproc_per_node", "num_gpus", "gpu_count", "ray_num_workers"):
         draft.add(one, "translated", why="it is part of the batch: `train.batch_documents` or `train.batch_tokens`")
     elif name == "seed":
@@ -190,23 +188,27 @@ def _take_special(one: Setting, given: Mapping[str, Setting], draft: Draft) -> b
         draft.add(one, "not needed", why="`warmup_steps` decides")
     elif name == "lr_scheduler_kwargs" and isinstance(value, dict) and "min_lr_rate" in value:
         draft.set(one, {"train.min_rate_share": value["min_lr_rate"]})
-    elif (row := _values().get(name)) is not None:
-        own = row.get(str(value).lower() if not isinstance(value, str) else value)
-        if own is None and isinstance(value, str) and re.search(r"_with_|_lr", value):
-            own = row.get(value.replace("_lr", ""))
-        if own is None:
-            draft.add(one, "lost", why=str(row["lost"]))
-        elif own:
-            draft.set(one, own)
+    elif (own := _own_values(name, value)) is not None:
+        if "lost" in own or not own:
+            draft.add(one, "lost" if own else "not needed", why=own.get("lost", "this is how tunewell trains"))
+        elif "needless" in own:
+            draft.add(one, "not needed", why=own["needless"])
         else:
-            draft.add(one, "not needed", why="this is how tunewell trains")
+            draft.set(one, own)
     else:
         return False
     return True
 
 
-def _values() -> dict[str, Any]:
-    return {name: row for names, row in tables()["values"].items() for name in names.split()}
+def _own_values(name: str, value: Any) -> dict[str, Any] | None:
+    """Return what a value means by the table: keys of ours, or why it is lost or not needed; None if it has no row."""
+    rows = tables()["values"]
+    row = next((rows[names] for names in rows if name in names.split()), None)
+    if row is None:
+        return None
+    text = shown_value(value)
+    found = row.get(text, row.get(text.replace("_lr", ""), row.get("any")))
+    return {"lost": row["lost"]} if found is None and "lost" in row else found
 
 
 def _take_template(one: Setting, draft: Draft) -> None:
@@ -219,8 +221,8 @@ def _take_template(one: Setting, draft: Draft) -> None:
 
 
 def _take_trackers(one: Setting, draft: Draft) -> None:
-    names = ["wandb"] if one.name == "wandb_project" else one.value if isinstance(one.value, list) else [one.value]
-    known = [name for name in cast(list[Any], names) if name in TRACKERS.names()]
+    names = ["wandb"] if one.name == "wandb_project" else as_list(one.value)
+    known = [name for name in names if name in TRACKERS.names()]
     if names in (["none"], ["all"]):
         draft.add(one, "not needed", why="no tracker is used unless it is named")
     elif known:
@@ -245,18 +247,6 @@ def _take_targets(one: Setting, draft: Draft) -> None:
         draft.set(one, {"method.targets": [part.strip() for part in one.value.split(",")]})
     else:
         draft.add(one, "lost", why="an expression is not read: all linear layers get an adapter")
-
-
-def _take_tokens(one: Setting, names: list[str], draft: Draft) -> None:
-    extra = [name for name in names if name not in ("pad_token", "unk_token", "bos_token", "eos_token")]
-    if extra:
-        draft.add(one, "lost", why=f"only tokens that the template needs are added, not `{extra[0]}`")
-    elif {"bos_token", "eos_token"} & {*names}:
-        draft.add(
-            one, "not needed", why="the tokenizer's own are used, and the template ends a reply; nothing is padded"
-        )
-    else:
-        draft.add(one, "not needed", why="nothing is padded")
 
 
 def _take_by_table(rest: Mapping[str, Setting], draft: Draft) -> None:
@@ -391,7 +381,7 @@ def _first_row(foreign: ForeignConfig) -> dict[str, Any]:
             if path.is_file() and path.suffix == ".jsonl":
                 with open_file(path, "r", encoding="utf-8") as file:
                     row = parse_json(file.readline(1_000_000))
-                return cast(dict[str, Any], row) if isinstance(row, dict) else {}
+                return as_dict(row)
     return {}
 
 
