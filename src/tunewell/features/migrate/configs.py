@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from tunewell.config.foreign import table
 from tunewell.config.releases import owner_of
-from tunewell.config.schema import ALIASES, OPEN
+from tunewell.config.schema import ALIASES, OPEN, Config
 from tunewell.config.yaml_reader import KeyPath, raise_problems, read_yaml
 from tunewell.core.errors import UserError
 from tunewell.features.migrate.ledger import Entry, ForeignConfig, Setting, as_dict, as_list, entry, shown_value
@@ -59,6 +59,8 @@ def read_config(text: str, name: str, others: Mapping[str, str], rows: Sequence[
     tool = next((tool for tool, signs in _SIGNS.items() if {*signs} & tree.keys()), "transformers")
     if tree.get("object") == "fine_tuning.job":
         tool = "openai"
+    if tree.keys() <= Config.model_fields.keys():
+        raise UserError("this is a config of tunewell", where=name, fix=f"`tunewell plan --config {name}` reads it")
     if len(_FACTORY_V1 & tree.keys()) > 1:
         fix = "write it with the keys of version 0 (`model_name_or_path`, `dataset`, `finetuning_type`)"
         raise UserError("configs of LLaMA-Factory's version 1 are not read", where=name, fix=fix)

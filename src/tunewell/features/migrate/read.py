@@ -45,7 +45,7 @@ def read_files(paths: Sequence[Path]) -> ForeignConfig:
 
 def _text(path: Path) -> str:
     if not path.is_file():
-        raise UserError("the file does not exist", where=str(path))
+        raise UserError("this is a folder" if path.is_dir() else "the file does not exist", where=str(path))
     with open_file(path) as file:
         raw = file.read(_MAX_NOTEBOOK + 1)
     if len(raw) > _MAX_NOTEBOOK or (path.suffix != ".ipynb" and len(raw) > MAX_BYTES):

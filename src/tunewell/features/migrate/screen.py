@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from tunewell.cli.render import folded_table, hanging
 from tunewell.config.load import FILE_NAME
@@ -23,11 +24,12 @@ def migration_screen(found: Migration, *, shows_all: bool) -> str:
     lines = [hanging("", f"{found.tool}: {count(len(found.entries), 'key')}: {counts}. Wrote `{found.path}`.")]
     if found.batch:
         lines.append(hanging("batch: ", found.batch))
+    files = {one.file for one in found.entries}
     for status, head in _HEADS.items():
         entries = found.of(status)  # type: ignore[arg-type]
         shown = [one for one in entries if shows_all or one.why not in _UNSET]
         if shown:
-            lines += ["", head, folded_table([_row(one) for one in shown])]
+            lines += ["", head, folded_table([_row(one, has_files=len(files) > 1) for one in shown])]
         if len(entries) > len(shown):
             lines.append(hanging("  ", f"and {len(entries) - len(shown)} that set nothing: `--all` shows them"))
     if found.defaults:
@@ -40,8 +42,8 @@ def migration_screen(found: Migration, *, shows_all: bool) -> str:
     return "\n".join([*lines, "", hanging("next: ", _next(found))])
 
 
-def _row(one: Entry) -> list[str]:
-    place = f"line {one.line}" if one.line else ""
+def _row(one: Entry, *, has_files: bool) -> list[str]:
+    place = f"{Path(one.file).name} line {one.line}" if has_files else f"line {one.line}"
     result = "; ".join(text for text in (one.ours, one.why) if text)
     return [f"  {one.key}: {one.value}", place, result]
 

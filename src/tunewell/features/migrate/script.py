@@ -181,6 +181,8 @@ class _Reader:
             is_wired = isinstance(value, Computed) and label in _WIRING
             if label in ("train_dataset", "eval_dataset") and not (label == "eval_dataset" and value is None):
                 self._rows(at)
+            elif label == "data_collator" and "DataCollator" in str(value):
+                foreign.entries.append(entry(at, "not needed", why="documents are packed, so nothing is collated"))
             elif label in ("map", "formatting_func"):
                 self._function(at, str(value))
             elif is_wired or (label in _WIRING and not isinstance(value, str)):
@@ -223,7 +225,7 @@ class _Reader:
             path = ", ".join(str(one.source["path"]) for one in [rows, *rows.others])
             self.foreign.entries.append(entry(_with(at, path), "translated", "data.sources"))
         else:
-            why = "the rows are made while the script runs: name their file in `data.sources`"
+            why = "the rows are made while the script runs: check `data.sources`, and name their file"
             self.foreign.entries.append(entry(at, "lost", why=why))
 
     def _function(self, at: Setting, function: str) -> None:

@@ -125,8 +125,9 @@ def _last_ones(foreign: ForeignConfig, draft: Draft) -> dict[str, Setting]:
     known = {one.name for one in foreign.settings if not isinstance(one.value, Computed)}
     for one in foreign.settings:
         value = one.value
-        if isinstance(value, Computed) and one.name in known:
-            draft.add(one, "not needed", why="another line or the command line sets it")
+        needless = table().get(one.name, {}).get("needless")
+        if isinstance(value, Computed) and (one.name in known or needless):
+            draft.add(one, "not needed", why=needless or "another line or the command line sets it")
             continue
         if isinstance(value, Computed):
             draft.add(one, "lost", why="it is computed while the script runs: set it yourself")
