@@ -189,6 +189,19 @@ def test_defaults_follow_the_release_that_a_script_states() -> None:
     assert (new.learning_rate, new.recompute) == (2e-5, "on")
 
 
+def test_texts_with_labels_stay_texts_and_updates_are_counted() -> None:
+    """TRL trains on the column `text`. Here, a text with a label is a classification unless the format is set."""
+    Path("rows.jsonl").write_text('{"text": "a", "label": 1}\n' * 21)
+    found = run(
+        SCRIPT.replace('"acme/talks", "en", split="train[:200]"', '"json", data_files="rows.jsonl"'), "train.py"
+    )
+    assert load_config(found.path).config.data.sources[0].format == "text"
+    plain = run(
+        SCRIPT.replace('"acme/talks", "en"', '"json", data_files="rows.jsonl"').replace("packing=True", ""), "b.py"
+    )
+    assert "9 updates there, 9 here" in plain.batch
+
+
 def test_a_notebook_is_read_without_its_commands() -> None:
     cells = [
         {"cell_type": "markdown", "source": ["# SFTConfig(learning_rate=9)"]},

@@ -56,6 +56,8 @@ def read_tree(text: str, name: str) -> tuple[dict[str, Any], Mapping[KeyPath, in
 def read_config(text: str, name: str, others: Mapping[str, str], rows: Sequence[str]) -> ForeignConfig:
     """Read a YAML or JSON config. `others` are more files by name; `rows` are paths of row files."""
     tree, lines = read_tree(text, name)
+    if as_list(tree.get("data")) and as_dict(as_list(tree["data"])[0]).get("object") == "fine_tuning.job":
+        tree = as_dict(as_list(tree["data"])[0])  # the answer of `GET /v1/fine_tuning/jobs`: the newest job
     tool = next((tool for tool, signs in _SIGNS.items() if {*signs} & tree.keys()), "transformers")
     if tree.get("object") == "fine_tuning.job":
         tool = "openai"

@@ -1,5 +1,6 @@
 """Translate the keys of another tool by the tables in `config/foreign*`, and write an entry for each."""
 
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +16,7 @@ from tunewell.config.load import load_config
 from tunewell.config.releases import Release, owner_of, parse_release, stated_versions
 from tunewell.config.schema import ALIASES
 from tunewell.core.errors import UserError
-from tunewell.core.files import read_data
+from tunewell.core.files import read_bytes, read_data
 from tunewell.core.units import count
 from tunewell.features.migrate.configs import refuse_others
 from tunewell.features.migrate.ledger import (
@@ -32,6 +33,7 @@ from tunewell.features.migrate.ledger import (
 from tunewell.features.migrate.rows import tables
 
 _SIZES = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size")
+_MAX_COUNTED = 1 << 30
 _BATCH = (*_SIZES, "gradient_accumulation_steps")
 _LENGTHS = tuple(alias for alias, key in ALIASES.items() if key == "packing.context_length")
 _KERNELS = re.compile(r"(CutCrossEntropy|Liger|Kernels|Spectrum)Plugin$")
@@ -361,6 +363,9 @@ def _take_learn_from(given: Mapping[str, Setting], draft: Draft) -> None:
         return
     row = _first_row(draft.foreign)
     columns = {*row}
+    if "text" in columns and not columns & {"messages", "conversations", "prompt"}:
+        for source in draft.foreign.sources:  # TRL trains on the texts, also where there are labels
+            source.setdefault("format", "text")
     if {"prompt", "completion"} <= columns and isinstance(row["prompt"], str):
         why = "plain texts are joined without a template there; here they are turns in the template of the model"
         draft.add(Setting("prompt, completion", "texts", str(draft.foreign.sources[0]["path"]), 1), "lost", why=why)
@@ -384,6 +389,21 @@ def _first_row(foreign: ForeignConfig) -> dict[str, Any]:
                     row = parse_json(file.readline(1_000_000))
                 return as_dict(row)
     return {}
+
+
+def _num_updates(draft: Draft, batch: int) -> int | None:
+    """Return the number of updates of the run, if its steps are set or its rows can be counted."""
+    epochs, total = draft.tree.get("train.epochs"), 0
+    for source in draft.foreign.sources:
+        path = Path(str(source["path"]))
+        if path.suffix != ".jsonl" or not path.is_file() or path.stat().st_size > _MAX_COUNTED:
+            return draft.tree.get("train.max_steps")
+        num_rows = sum(bool(line.strip()) for line in read_bytes(path).splitlines())
+        total += min(num_rows, source.get("limit", num_rows))
+    is_whole = (
+        total and isinstance(epochs, int | float) and epochs == int(epochs) and not draft.tree.get("data.held_out")
+    )
+    return draft.tree.get("train.max_steps") or (math.ceil(total / batch) * int(epochs) if is_whole else None)
 
 
 def _take_batch(given: Mapping[str, Setting], processes: int | None, draft: Draft) -> None:
@@ -413,7 +433,9 @@ def _take_batch(given: Mapping[str, Setting], processes: int | None, draft: Draf
         step = f"{factors_text} = {rows} {unit}" if " x " in factors_text else f"{rows} {unit}"
         draft.comments[key] = f"{step} a step"
         assumed = "" if processes or draft.foreign.processes else "; one process is assumed: `--processes N`"
-        draft.batch = f"a step there is {step}, and here: `{key}: {own[key]}`{assumed}"
+        updates = _num_updates(draft, rows) if key == "train.batch_documents" else draft.tree.get("train.max_steps")
+        same = f": {count(updates)} updates there, {count(updates)} here" if updates else ""
+        draft.batch = f"a step there is {step}, and here: `{key}: {own[key]}`{same}{assumed}"
     for name in [name for name in (*_BATCH, *_UNPACKED) if name in given]:
         one = given[name]
         if name in _UNPACKED:

@@ -85,7 +85,7 @@ def find_traps(tool: str, text: str) -> list[str]:
 def config_text(draft: Draft, path: Path, files: Sequence[Path]) -> str:
     """Return the text of the config. Each line names the key of the source that it comes from."""
     names = ", ".join(file.name for file in files)
-    lines = [f"# Written by `tunewell migrate` from {' '.join(names.split())}. Every key: `tunewell explain`.", ""]
+    lines = [f"# Written by tunewell migrate from {' '.join(names.split())}. Every key: `tunewell explain`.", ""]
     tree: dict[str, Any] = {}
     base = Path(os.path.relpath(Path.cwd(), path.parent.resolve()))
     for key, value in draft.tree.items():
