@@ -197,7 +197,7 @@ def test_texts_with_labels_stay_texts_and_updates_are_counted() -> None:
     )
     assert load_config(found.path).config.data.sources[0].format == "text"
     plain = run(
-        SCRIPT.replace('"acme/talks", "en"', '"json", data_files="rows.jsonl"').replace("packing=True", ""), "b.py"
+        SCRIPT.replace('"acme/talks", "en"', '"json", data_files="rows.jsonl"').replace("packing=True, ", ""), "b.py"
     )
     assert "9 updates there, 9 here" in plain.batch
 

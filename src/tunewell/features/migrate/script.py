@@ -233,6 +233,8 @@ class _Reader:
         if "apply_chat_template" in body:
             why = "the chat template is applied in `prepare`"
             self.foreign.entries.append(entry(given, "not needed", why=why))
+        elif "truncation" in body or "input_ids" in body:
+            self.foreign.entries.append(entry(given, "not needed", why="rows are tokenized in `prepare`"))
         elif "###" in body or "alpaca" in body.lower():
             self.foreign.own |= {"template.name": "alpaca"}
             why = "the text of the function is that of the Alpaca template"

@@ -371,8 +371,8 @@ def _take_learn_from(given: Mapping[str, Setting], draft: Draft) -> None:
         draft.add(Setting("prompt, completion", "texts", str(draft.foreign.sources[0]["path"]), 1), "lost", why=why)
     learn = "responses" if {"prompt", "completion"} <= columns else "everything"
     draft.tree["template.learn_from"] = learn
-    why = "TRL trains on the completions alone" if learn == "responses" else "TRL trains on the questions too"
-    draft.comments["template.learn_from"] = f"{why} with these settings"
+    why = "the completions alone are supervised there" if learn == "responses" else "the whole text is supervised there"
+    draft.comments["template.learn_from"] = why
     one = Setting("assistant_only_loss", False, "", 0, "default")
     draft.add(one, "translated", f"template.learn_from: {learn}", why)
 
