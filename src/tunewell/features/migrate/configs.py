@@ -230,7 +230,7 @@ def _read_openai(
     inner: dict[str, Any] = {}
     for given in (by_name["hyperparameters"].value if "hyperparameters" in by_name else None, method):
         inner |= _hyperparameters(given)
-    files = dict(zip(("training_file", "validation_file"), rows, strict=False))
+    files: dict[str, str] = dict(zip(("training_file", "validation_file"), rows, strict=False))
     for one in settings:
         if one.name == "model":
             foreign.own["model"] = OPEN

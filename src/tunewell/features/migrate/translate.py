@@ -400,10 +400,11 @@ def _num_updates(draft: Draft, batch: int) -> int | None:
             return draft.tree.get("train.max_steps")
         num_rows = sum(bool(line.strip()) for line in read_bytes(path).splitlines())
         total += min(num_rows, source.get("limit", num_rows))
-    is_whole = (
-        total and isinstance(epochs, int | float) and epochs == int(epochs) and not draft.tree.get("data.held_out")
-    )
-    return draft.tree.get("train.max_steps") or (math.ceil(total / batch) * int(epochs) if is_whole else None)
+    if "train.max_steps" in draft.tree:
+        return draft.tree["train.max_steps"]
+    if not isinstance(epochs, int | float) or epochs != int(epochs) or draft.tree.get("data.held_out"):
+        return None
+    return math.ceil(total / batch) * int(epochs) or None
 
 
 def _take_batch(given: Mapping[str, Setting], processes: int | None, draft: Draft) -> None:
