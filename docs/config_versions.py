@@ -1,4 +1,4 @@
-"""Write `src/tunewell/features/diagnose/config_versions.toml`: which release of a library knows which config key.
+"""Write `src/tunewell/config/foreign_releases.toml`: which release of a library knows which config key.
 
     python docs/config_versions.py FOLDER       a folder with wheels or source archives, one per minor release
 
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-OUTPUT = Path(__file__).parents[1] / "src/tunewell/features/diagnose/config_versions.toml"
+OUTPUT = Path(__file__).parents[1] / "src/tunewell/config/foreign_releases.toml"
 _WHEEL = re.compile(r"([a-z_]+)-(\d+)\.(\d+)[\w.]*[-.]")
 _ROOTS = {  # config -> (library, files with its classes, its class or None for all classes of the files)
     "TrainingArguments": ("transformers", r"transformers/training_args(_seq2seq)?\.py", None),

@@ -1,9 +1,11 @@
 """Settings of other trainers: each is converted, or refused with tunewell's equivalent; none gets a wrong hint."""
 
 import importlib
+import json
 
 import pytest
 
+from tunewell.cli.main import main
 from tunewell.config import foreign
 from tunewell.config.keys import all_keys
 from tunewell.config.load import LoadedConfig, load_config
@@ -66,6 +68,8 @@ def test_a_name_with_the_same_meaning_is_converted(foreign, key, value):
         ({"load_in_4bit": True}, {"quantize": "nf4"}),
         ({"load_in_8bit": True}, {"quantize": "int8"}),
         ({"adapter": "qlora"}, {"kind": "lora", "quantize": "nf4"}),
+        ({"quantization_bit": 8}, {"quantize": "int8"}),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"quantize": "nf4"}),
         ({"use_dora": True}, {"kind": "dora"}),
         ({"adapter": "lora", "peft_use_dora": True}, {"kind": "dora"}),
     ],
@@ -83,19 +87,12 @@ def test_methods_of_other_trainers_are_converted(foreign, method):
         ({"optim": "lion_8bit"}, "`train.optimizer` with one of `adamw`, `adamw8bit`, `galore`"),
         ({"optim": "galore_adafactor"}, "`train.optimizer` with one of"),
         ({"optim_args": "rank=8, proj_type=full", "optim": "galore_adamw"}, "`train.galore_rank`"),
-        ({"eval_strategy": "epoch"}, "`evaluate.every_steps`"),
         ({"eval_strategy": "no"}, "`data.held_out: 0`"),
-        ({"save_strategy": "epoch"}, "`checkpoints.every_steps`"),
         ({"quantization_config": {"load_in_4bit": True}}, "`method.quantize: nf4`"),
         ({"load_in_4bit": "yes"}, "`method.quantize: nf4`"),
         ({"load_in_8bit": True, "load_in_4bit": True}, "`method.quantize: nf4` or `int8`"),
         ({"load_in_8bit": True, "adapter": "qlora"}, "`method.quantize: nf4` or `int8`"),
-        ({"quantization_bit": 4}, "`method.quantize: nf4`"),
-        ({"bnb_4bit_quant_type": "nf4", "load_in_4bit": True}, "remove it: `method.quantize: nf4` is NF4"),
         ({"optim": ["adamw_8bit"]}, "`train.optimizer` with one of"),
-        ({"num_proc": 4}, "tokenizing uses threads"),
-        ({"group_by_length": True}, "packed without padding"),
-        ({"per_device_eval_batch_size": 4}, "`train.micro_batch_tokens`"),
         ({"dataset_text_field": "body"}, "columns: {text: YOUR_COLUMN}"),
         ({"packing": True}, "documents are always packed"),
     ],
@@ -106,6 +103,51 @@ def test_a_name_without_the_same_meaning_is_refused_with_the_reason(foreign, ins
     assert instead in message
     assert "did you mean" not in message
     assert next(iter(foreign)) in message
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"eval_strategy": "epoch"},
+        {"save_strategy": "epoch"},
+        {"num_proc": 4},
+        {"group_by_length": True},
+        {"per_device_eval_batch_size": 4},
+        {"logging_steps": 1, "fsdp": None, "pad_to_sequence_len": True},
+        {"sample_packing": True, "liger_rope": True, "trust_remote_code": True},
+        {"evals_per_epoch": 4, "saves_per_epoch": 1, "resume_from_checkpoint": None},
+    ],
+)
+def test_a_harmless_name_is_accepted_with_a_note(foreign):
+    """People had to delete `logging_steps` and `fsdp:` without a value before anything ran."""
+    [note] = load(foreign).notes
+    assert note.startswith("ignored, because they change nothing in tunewell: ")
+    assert all(f"`{name}`" in note for name in foreign)
+
+
+def test_a_batch_of_packed_sequences_is_counted_in_tokens():
+    """`micro_batch_size 2 x accumulation 4` with `sample_packing` became 8 documents: 17 times as many updates."""
+    given = {"sample_packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "sequence_len": 512}
+    loaded = load(given)
+    assert loaded.config.train.batch_tokens == 8 * 512 and loaded.config.train.batch_documents == "auto"
+    assert any("8 packed sequences of 512 tokens" in note for note in loaded.notes)
+    assert "`train.batch_tokens`" in refusal({**given, "sequence_len": None})
+    assert load({**given, "sample_packing": False}).config.train.batch_documents == 8
+
+
+def test_a_key_of_a_known_config_is_named_with_its_owner():
+    """`beta` and `max_target_length` got guesses; they are keys of a config that the table of releases knows."""
+    assert "DPOConfig (trl)" in refusal({"max_target_length": 5})
+
+
+def test_every_problem_is_listed_for_programs(capsys, tmp_path):
+    """Only the text held the problems, which a program had to take apart."""
+    file = tmp_path / "a.yaml"
+    file.write_text("fsdp: full_shard\nnum_gpus: 4\nrl: dpo\n" + "".join(f"x{i}: 1\n" for i in range(9)))
+    assert main(["plan", "--config", str(file), "--json"]) == 2
+    problems = json.loads(capsys.readouterr().out)["error"]["problems"]
+    assert [problem["where"].rpartition(" ")[2] for problem in problems] == [str(i) for i in range(1, 13)]
+    assert all(problem["what"] for problem in problems)
 
 
 def test_a_difference_to_the_other_trainer_is_noted():
@@ -390,7 +432,6 @@ def test_names_of_other_trainers_set_our_keys(given, key, value):
         ({"new_special_tokens": "<a>"}, "`template.add_missing_tokens: true`"),
         ({"adapter": "vera"}, "this adapter is not supported"),
         ({"finetuning_type": "freeze"}, "`method.layers: [30, 31]`"),
-        ({"use_unsloth": True}, "leave it out"),
         ({"train_on_eos": "last"}, "end token"),
         ({"train": -1}, "`train.max_steps` to a whole number (at least 1)"),
         ({"train": "3"}, "remove the quotes"),

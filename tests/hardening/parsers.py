@@ -87,6 +87,20 @@ def config(data: bytes) -> None:
         load_config(path)
 
 
+def migration(data: bytes) -> None:
+    """Migrate a config, a script, a notebook, a command line or a job; the first byte chooses. Nothing may be run."""
+    from tunewell.features.migrate.workflow import migrate
+
+    names = ["a.yaml", "a.py", "a.json", "a.ipynb", "a.sh", "a.txt"]
+    folder = _folder() / "migrate"
+    folder.mkdir(exist_ok=True)
+    path = folder / (names[data[0] % len(names)] if data else names[0])
+    path.write_bytes(data[1:])
+    with suppress(UserError):
+        migrate([path], out=folder / "tunewell.yaml", is_overwriting=True)
+    assert {one.name for one in folder.iterdir()} <= {*names, "tunewell.yaml"}
+
+
 def tokenizer(data: bytes) -> None:
     """Load a `tokenizer.json` and encode a text. Its regular expressions are tried in a child, which is left out."""
     from tokenizers import Tokenizer
@@ -282,7 +296,7 @@ def _connection() -> tuple[asyncio.AbstractEventLoop, Any, _Transport]:
 PARSERS: dict[str, Callable[[bytes], None]] = {
     parser.__name__: parser
     for parser in [
-        *(rows_text, rows_binary, config, tokenizer, sentencepiece, template, gguf, safetensors),
+        *(rows_text, rows_binary, config, migration, tokenizer, sentencepiece, template, gguf, safetensors),
         *(adapter, log, document, request, http),
     ]
 }
@@ -313,6 +327,15 @@ def seeds(name: str) -> Iterator[bytes]:
         ],
         "config": lambda: [
             b"model: m\ndata:\n  sources: rows.jsonl\ntrain: {epochs: 2, learning_rate: 1e-4}\nseed: 1\n"
+        ],
+        "migration": lambda: [
+            b"\x00base_model: m\ndatasets:\n  - path: a.jsonl\n    type: alpaca\nmicro_batch_size: 2\nadapter: lora\n",
+            b"\x00model_name_or_path: m\nstage: sft\ndataset: a,b\ntemplate: qwen\ncutoff_len: 512\n",
+            b"\x01N = 2\nargs = SFTConfig(learning_rate=1e-4 * N, output_dir=f'o{N}', **dict(seed=1))\n"
+            b"data = load_dataset('a/b', split='train[:9]').map(f)\nt = SFTTrainer(model='m', train_dataset=data)\n",
+            b'\x02{"training_file": "f", "model": "m", "hyperparameters": {"n_epochs": 2}} // end',
+            b'\x03{"cells": [{"cell_type": "code", "source": ["!pip\\n", "c = LoraConfig(r=8)"]}]}',
+            b"\x04torchrun --nproc_per_node 2 sft.py --lr 1e-4 \\\n  --output_dir $OUT --packing\n",
         ],
         "tokenizer": lambda: [_tiny_tokenizer()],
         "sentencepiece": lambda: [_sentencepiece()],

@@ -6,7 +6,7 @@ import pytest
 from parsers import PARSERS, seeds
 
 CRASHES = Path(__file__).with_name("crashes")
-_FEATURES = {"log": "diagnose", "document": "retrieval", "request": "serve", "http": "serve"}
+_FEATURES = {"log": "diagnose", "migration": "migrate", "document": "retrieval", "request": "serve", "http": "serve"}
 """The parsers of features."""
 
 

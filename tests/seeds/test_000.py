@@ -70,8 +70,12 @@ def test_a_flat_config_is_read_or_its_lines_are_named(project):
 def test_keys_of_other_tools_are_named_with_their_line(project):
     """`dataset_num_proc`, `dataset_text_field` and `completion_only_loss` must not be dropped silently."""
     (project / "tunewell.yaml").write_text(NESTED + "dataset_num_proc: 4\npacking_strategy: bfd\n", encoding="utf-8")
+    assert "ignored, because they change nothing in tunewell: `dataset_num_proc`" in run(project, "prepare")
+    (project / "tunewell.yaml").write_text(
+        NESTED + "dataset_num_proc: 4\ncompletion_only_loss: true\n", encoding="utf-8"
+    )
     told = run(project, "prepare", code=2)
-    assert "`dataset_num_proc`" in told and "line 15" in told
+    assert "`completion_only_loss`" in told and "line 16" in told
 
 
 def test_another_config_file_is_not_overlooked(project):

@@ -28,7 +28,7 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count
 
 _ORDER = (
-    "models init inspect prepare plan train sweep runs compare track profile validate export verify eject push "
+    "models init migrate inspect prepare plan train sweep runs compare track profile validate export verify eject push "
     "notebook chat serve index ask diagnose doctor explain glossary schema"
 )
 _SPINE = "models init inspect prepare plan train runs validate export verify chat explain glossary schema"
@@ -40,8 +40,8 @@ PLUGINS = {name: plugin for name, plugin in plugin_commands().items() if name no
 
 _FIRST = ("train", "chat", "export", "index", "ask", "compare", "doctor")
 _OTHERS = {
-    "your rows": "demo models init inspect prepare",
-    "runs": "plan validate runs sweep profile track",
+    "your rows": "demo models init migrate inspect prepare",
+    "runs": "plan validate runs sweep profile track launch",
     "share": "verify eject push serve notebook",
     "look up": "diagnose explain glossary schema cache",
 }
@@ -209,7 +209,8 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
 def _report(error: UserError, *, wants_json: bool) -> int:
     is_shared = isinstance(error, SharedError)
     if wants_json and not (is_shared and os.environ.get("RANK", "0") != "0"):
-        emit(json_text({"error": {"what": error.what, "where": error.where, "fix": error.fix}}))
+        problems = {"problems": list(error.problems)} if error.problems else {}
+        emit(json_text({"error": {"what": error.what, "where": error.where, "fix": error.fix, **problems}}))
     if not (is_shared and os.environ.get("LOCAL_RANK", "0") != "0"):
         emit_error(error)
     return EXIT_USER

@@ -1,8 +1,9 @@
 """Settings of other trainers that are not aliases: converted to tunewell's keys, or refused with the reason.
 
-The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
-only if a config has a key that tunewell does not know, or a training method of another tool. `foreign.json` has a row
-for each name, or for several with a space between them:
+The names are those of transformers' `TrainingArguments`, TRL, PEFT, Unsloth, Axolotl and LLaMA-Factory. `load.py` uses
+this module only if a config has a key that tunewell does not know, or a training method of another tool; `migrate` uses
+it for all keys of a config of another tool, and `diagnose` knows configs by these names. `foreign.json` has a row for
+each name, or for several with a space between them:
 
 same         values without effect here; `null` always is one
 unset_beside a name beside which `false` is a default, as in a dump of all settings
@@ -10,7 +11,10 @@ to           value -> the settings of tunewell with the same meaning
 key          the key of tunewell that takes any other value; with `is_list`, also from a text like `a,b`
 is_method    the value is a name in `method_names.json`
 is_computed  the value is translated by a function below
+needless     why no other value changes anything here
 instead      what to write instead of any other value
+lost         what it means for the run that the value has no equivalent; without it, `instead` says it
+refuse       what such a config trains, if that is nothing that tunewell trains
 """
 
 import json
@@ -27,6 +31,7 @@ from tunewell.core.files import read_data
 _GALORE_ARGUMENTS = {"rank": "galore_rank", "update_proj_gap": "galore_every", "scale": "galore_scale"}
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
+_PACKS = ("sample_packing", "neat_packing")
 _NO_EQUIVALENT = "tunewell has no such setting; leave it out"
 _NUM_NAMED = 8
 
@@ -47,6 +52,8 @@ class Translation:
     """Foreign name -> the reason and tunewell's equivalent."""
     used: set[str] = field(default_factory=set[str])
     """All foreign names that were recognised."""
+    unneeded: dict[str, str] = field(default_factory=dict[str, str])
+    """Foreign name -> why its value changes nothing here."""
     notes: list[Note] = field(default_factory=list[Note])
     """Differences from the other trainer."""
 
@@ -55,45 +62,54 @@ class Translation:
         self.settings.append((key, value, names))
         self.used.update(names)
 
+    def skip(self, name: str, reason: str) -> None:
+        """Leave out a foreign name whose value changes nothing."""
+        self.unneeded[name] = reason
+        self.used.add(name)
+
     def refuse(self, name: str, reason: str) -> None:
         """Refuse a foreign name."""
         self.refused[name] = reason
         self.used.add(name)
 
 
-def translate(found: Mapping[str, Any]) -> Translation:
-    """Translate the foreign names among unknown keys; keys that are not recognised are left out."""
+def translate(found: Mapping[str, Any], *, context_length: Any = None) -> Translation:
+    """Translate the foreign names among unknown keys; keys that are not recognised are left out.
+
+    `context_length` is that of the config. The batch of a trainer that packs is counted in sequences of this length.
+    """
     result = Translation()
     given = {name: value for name, value in found.items() if value is not None}
-    unchanged: list[str] = []
     for name in [name for name in found if name in table()]:
-        _translate_row(name, given, result, unchanged)
+        _translate_row(name, given, result)
     _translate_method("kind", found.get("kind"), result)
-    _translate_batch(given, result)
+    _translate_batch(given, result, context_length)
     _translate_precision(given, result)
     _translate_optimizer(given, result)
     if any(setting[:2] == ("method.kind", "dora") for setting in result.settings):  # `use_dora` refines LoRA
         result.settings = [setting for setting in result.settings if setting[:2] != ("method.kind", "lora")]
-    if unchanged:
+    if result.unneeded:
+        unchanged = [f"`{name}`" for name in result.unneeded]
         more = f" and {len(unchanged) - _NUM_NAMED} more" if len(unchanged) > _NUM_NAMED else ""
         text = f"ignored, because they change nothing in tunewell: {', '.join(unchanged[:_NUM_NAMED])}{more}"
         result.notes.append((text, {}))
     return result
 
 
-def _translate_row(name: str, given: Mapping[str, Any], result: Translation, unchanged: list[str]) -> None:
+def _translate_row(name: str, given: Mapping[str, Any], result: Translation) -> None:
     """Translate a name by its row in the table."""
     row, value = table()[name], given.get(name)
     if value is None or value in row.get("same", ()) or (value is False and row.get("unset_beside") in given):
-        unchanged.append(f"`{name}`")
-        result.used.add(name)
-    elif own := row.get("to", {}).get(value.lower() if isinstance(value, str) else json.dumps(value)):
+        result.skip(name, "not set" if value is None else row.get("needless", "this is how tunewell trains"))
+    elif own := row.get("to", {}).get(value.lower() if isinstance(value, str) else json.dumps(value, default=str)):
         for key, meant in own.items():
             result.set(key, meant, name)
     elif "key" in row:
         if row.get("is_list") and isinstance(value, str):
             value = [part.strip() for part in value.split(",")]
         result.set(row["key"], value, name)
+    elif "needless" in row:
+        result.skip(name, row["needless"])
     elif not ("is_method" in row and _translate_method(name, value, result)) and not row.get("is_computed"):
         result.refuse(name, row.get("instead", _NO_EQUIVALENT))
 
@@ -127,12 +143,29 @@ def _by_name(rows: dict[str, Any]) -> dict[str, Any]:
     return {name: row for names, row in rows.items() for name in names.split()}
 
 
-def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:
-    """A step of other trainers has (documents per forward pass) x (accumulation steps) documents on each device."""
+def _translate_batch(found: Mapping[str, Any], result: Translation, context_length: Any) -> None:
+    """A step of other trainers has (rows per forward pass) x (accumulation steps) rows on each device.
+
+    Where they pack, a row is a sequence full of documents, and a step is that many times its tokens.
+    """
     sizes = [name for name in _BATCH if name in found]
     names = [*sizes, *([_ACCUMULATION] if _ACCUMULATION in found else [])]
+    packs = [name for name in _PACKS if found.get(name) is True]
     factors = [found[name] for name in names]
-    if len(sizes) == 1 and all(type(factor) is int and factor > 0 for factor in factors):
+    is_plain = len(sizes) == 1 and all(type(factor) is int and factor > 0 for factor in factors)
+    length = context_length if type(context_length) is int and context_length > 0 else None
+    for name in _PACKS:
+        if name in found and name not in result.used:
+            result.skip(name, "documents are always packed, and never attend to each other")
+    if is_plain and packs and length:
+        result.set("train.batch_tokens", prod(factors) * length, *names)
+        text = f"`{packs[0]}`: a step is {prod(factors)} packed sequences of {length} tokens, not as many documents"
+        result.notes.append((text, {}))
+    elif is_plain and packs:
+        sequences = f"with `{packs[0]}`, a step is {prod(factors)} packed sequences"
+        result.refuse(names[0], f"{sequences}: write `train.batch_tokens`, that many times their length")
+        result.used.update(names)
+    elif is_plain:
         result.set("train.batch_documents", prod(factors), *names)
     elif names:
         others = f" ({' and '.join(f'`{name}`' for name in sizes)} are the same setting)" if len(sizes) > 1 else ""

@@ -398,7 +398,8 @@ def _translate_foreign(draft: _Draft) -> None:
     from tunewell.config.foreign import table, translate  # only for configs with unknown keys
 
     given = {name: draft.get(path) for name, path in unknown.items()}
-    found, ranks = translate(given), _ranks(draft)
+    length = draft.get(("packing", "context_length"))
+    found, ranks = translate(given, context_length=length), _ranks(draft)
     shown = {name: f"`{name}`" for name in unknown} | {"kind": f"`method.kind: {given.get('kind')}`"}
     for name in found.used:
         draft.pop(unknown[name])
@@ -549,6 +550,10 @@ def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
         otherwise = "`tunewell explain` lists every key"
         if {*ALIASES, *Config.model_fields} & {*_section(detail["input"], ())}:
             otherwise = "move its keys to the top level of the file"
+        from tunewell.config.releases import owner_of  # only for configs with unknown keys
+
+        if owner := owner_of(str(key_path[-1])):
+            return Problem(f"unknown key `{name}`", where, f"tunewell has nothing like this setting of {owner}")
         fix = did_you_mean(nearest_keys(dotted_name(key_path)), otherwise)
         return Problem(f"unknown key `{name}`", where, fix)
     if detail["type"] == "missing":

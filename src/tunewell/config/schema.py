@@ -278,7 +278,10 @@ class Packing(Section):
     """Packing: how documents are combined into sequences of equal length."""
 
     single = {"context_length": (int, str)}  # noqa: RUF012
-    switch = "leave it out: documents are always packed, and never attend to each other"
+    switch = (
+        "leave it out: documents are always packed, and never attend to each other; where another tool packs, "
+        "its batch is in packed sequences: `train.batch_tokens`"
+    )
     context_length: Annotated[Int, Field(ge=2, le=1 << 24)] | Auto = "auto"
     """Tokens per packed sequence. `auto`: the length of the longest document, rounded up to a multiple of 128, at least
     1,024 and at most the model's limit."""

@@ -59,14 +59,15 @@ def raise_problems(problems: Sequence[Problem]) -> None:
     """Raise one UserError with the problems, up to 200 of them; return if `problems` is empty."""
     if not problems:
         return
+    listed = [{"what": problem.what, "where": problem.where, "fix": problem.fix} for problem in problems]
     if len(problems) == 1:
-        raise UserError(problems[0].what, where=problems[0].where, fix=problems[0].fix)
+        raise UserError(problems[0].what, where=problems[0].where, fix=problems[0].fix, problems=listed)
     lines = [f"{count(len(problems))} problems in the config"]
     for problem in problems[:_NUM_SHOWN]:
         lines.append(f"  {problem.where}: {problem.what}" + (f" ({problem.fix})" if problem.fix else ""))
     if len(problems) > _NUM_SHOWN:
         lines.append(f"  and {count(len(problems) - _NUM_SHOWN)} more")
-    raise UserError("\n".join(lines), fix="`tunewell explain KEY` describes a key")
+    raise UserError("\n".join(lines), fix="`tunewell explain KEY` describes a key", problems=listed)
 
 
 @dataclass

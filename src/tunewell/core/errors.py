@@ -1,7 +1,7 @@
 """Errors that the user can correct."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from tunewell.core.redact import redact
 
@@ -9,11 +9,20 @@ from tunewell.core.redact import redact
 class UserError(Exception):
     """An error with its location and a fix. It is printed without a traceback or secrets, and the exit code is 2."""
 
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        fix: str | None = None,
+        problems: Sequence[Mapping[str, str | None]] = (),
+    ) -> None:
         super().__init__(what)
         self.what = what
         self.where = where
         self.fix = fix
+        self.problems = problems
+        """Each problem of a config with its `what`, `where` and `fix`, for `--json`."""
 
     def __str__(self) -> str:
         lines = [self.what]

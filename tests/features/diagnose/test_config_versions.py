@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunewell.cli.main import main
-from tunewell.features.diagnose.config_versions import load_tables, stated_versions
+from tunewell.config.releases import load_tables, stated_versions
 from tunewell.features.diagnose.diagnose import diagnose_paths, diagnose_text
 
 CALL = (

@@ -1,6 +1,7 @@
 """`tunewell prepare`: build a corpus from rows."""
 
 import gc
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,8 @@ def command(
     from tunewell.workflows.prepare import prepare
 
     loaded = given.load(model=model, data=data, out=out)
+    for note in loaded.notes:  # settings of other tools that change nothing
+        sys.stderr.write(hanging("note: ", note) + "\n")
     with shown_progress() as progress:
         result = prepare(loaded, progress=progress)
     train = given.train_command(model=model, data=data, sets=[f"corpus={out}"] if out else ())

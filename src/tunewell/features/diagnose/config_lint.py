@@ -13,13 +13,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from tunewell.config.foreign import table
+from tunewell.config.releases import Versions
+from tunewell.config.schema import ALIASES
 from tunewell.core.errors import UserError
-from tunewell.core.files import open_file, parse_json, read_text
+from tunewell.core.files import open_file, parse_json
 from tunewell.core.units import count, percent
-from tunewell.features.diagnose.config_versions import Versions, check_keys
+from tunewell.features.diagnose.config_versions import check_keys
 from tunewell.features.diagnose.reading import Reading
 
-_KEYS_FILE = Path(__file__).with_name("config_keys.txt")
+_SHARED = ("model", "packing", "seed", "template", "tokenizer")
+"""Keys that tunewell's own config has too."""
 _LEAST_KEYS = 3
 _BEFORE_KEY = 24
 _LIMITS = ("max_length", "max_seq_length", "cutoff_len", "sequence_len", "max_seq_len", "model_max_length")
@@ -80,7 +84,7 @@ def lint(text: str, reading: Reading, versions: Versions) -> list[str]:
         if wrong.fact:
             reading.add_fact(f"config:{wrong.fact}", wrong.line, shown, wrong.note)
     keys = read_keys(lines)
-    known = sorted(keys.keys() & set(read_text(_KEYS_FILE).split()))
+    known = sorted(keys.keys() & {*table(), *ALIASES, *_SHARED})
     is_call = re.search(r"\b(?:SFTConfig|TrainingArguments|LoraConfig|DPOConfig|GRPOConfig)\(", text) is not None
     if len(known) < (1 if is_call else _LEAST_KEYS):
         return []

@@ -1,4 +1,4 @@
-"""Check the keys of a config against the releases that know them: `config_versions.toml`.
+"""Check the keys of a config against the releases that know them: `config/releases.py`.
 
     SFTConfig(max_seq_length=1024)  with trl==0.24      removed after 0.19; use max_length
     LoraConfig(lora_rnak=8)         no release of PEFT knows it
@@ -10,19 +10,11 @@ of a fork, so there an unknown key is reported only if it is close to a known on
 
 import difflib
 import re
-import tomllib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
-Release = tuple[int, ...]
-Versions = Mapping[str, Release]
-_STATED = re.compile(
-    r"(?<![\w./-])[`'\"]?(transformers|trl|peft)[`'\"]?"
-    r"(?:\s{0,2}==\s{0,2}|\s{0,2}[Vv]ersion:?\s{0,2}|[ \t]{1,60})v?(\d{1,2}\.\d{1,3})(?:\.\d{1,4})?(?![\w.]*[-\w]/)"
-)
+from tunewell.config.releases import Release, Versions, load_tables
+
 _CALL = re.compile(
     r"\b(?:Seq2Seq)?(TrainingArguments|(?:SFT|DPO|GRPO|KTO|Reward|Lora)Config|(?<!Seq2Seq)(?:SFT|DPO|GRPO)?Trainer)\("
 )
@@ -48,23 +40,6 @@ _RENAMED = {
 
 
 @dataclass(frozen=True)
-class KeyTable:
-    """The keys of one config, each with its first and its last release."""
-
-    library: str
-    first: Release
-    last: Release
-    keys: dict[str, tuple[Release, Release]]
-
-    def known(self, release: Release | None) -> list[str]:
-        """Return the keys that a release knows; without a release, all."""
-        if release is None:
-            return list(self.keys)
-        at = min(max(release, self.first), self.last)
-        return [key for key, (first, last) in self.keys.items() if first <= at <= last]
-
-
-@dataclass(frozen=True)
 class KeyRemark:
     """A remark about a key: where it is known, and what is close to it."""
 
@@ -73,37 +48,6 @@ class KeyRemark:
     note: str
     fact: str
     """The name of the fact that signatures refer to; empty if the key may be right."""
-
-
-@cache
-def load_tables() -> dict[str, KeyTable]:
-    """Return the table of each config, a class of transformers, TRL or PEFT."""
-    tables: dict[str, KeyTable] = {}
-    raw = tomllib.loads(Path(__file__).with_name("config_versions.toml").read_text(encoding="utf-8"))
-    for name, entry in raw.items():
-        library, releases = entry.pop("library"), entry.pop("releases")
-        spans = {keys: _span(releases if span == "all" else span) for span, keys in entry.items()}
-        keys = {key: span for keys, span in spans.items() for key in keys.split()}
-        tables[name] = KeyTable(library, *_span(releases), keys)
-    return tables
-
-
-def _span(text: str) -> tuple[Release, Release]:
-    first, last = (parse_release(part) for part in text.split())
-    return first, last
-
-
-def parse_release(text: str) -> Release:
-    """Return the release of a text like `4.36`."""
-    return tuple(map(int, text.split(".")))
-
-
-def stated_versions(text: str) -> dict[str, Release]:
-    """Return the releases that a text states. A library with two different ones is left out."""
-    found: dict[str, set[Release]] = defaultdict(set)
-    for name, release in _STATED.findall(text[:200_000]):
-        found[name].add(parse_release(release))
-    return {name: releases.pop() for name, releases in found.items() if len(releases) == 1}
 
 
 def check_keys(text: str, versions: Versions) -> Iterator[KeyRemark]:

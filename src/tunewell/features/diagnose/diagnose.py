@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from tunewell.config.releases import Versions, stated_versions
 from tunewell.core.files import read_text
 from tunewell.core.redact import redact
 from tunewell.features.diagnose.config_lint import lint, lint_lengths
-from tunewell.features.diagnose.config_versions import Versions, stated_versions
 from tunewell.features.diagnose.findings import DiagnosedFailure, Diagnosis
 from tunewell.features.diagnose.inputs import open_documents, read_stream
 from tunewell.features.diagnose.knowledge import load_tools

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
 
+from tunewell.config.releases import Release, load_tables, parse_release
 from tunewell.core.errors import UserError
-from tunewell.features.diagnose.config_versions import Release, load_tables, parse_release
 from tunewell.features.diagnose.diagnose import diagnose_config, diagnose_paths, diagnose_stream
 from tunewell.features.diagnose.findings import Diagnosis
 from tunewell.records.report import read_report
