@@ -16,6 +16,7 @@ from tunewell.records.report import (
     AnsweredQuestion,
     ConstantAnswer,
     LossPair,
+    MeasurePair,
     MetricResult,
     Report,
 )
@@ -242,7 +243,7 @@ def compared_rows(report: Report) -> list[MetricRow]:
     if report.constant is not None:
         text = shorten(single_line(report.constant.text), 32, mark=ELLIPSIS)
         rows.append(MetricRow("  one constant answer", "", _share(report.constant), hint=f'always "{text}"'))
-    if report.without_near is not None:
+    if report.without_near is not None and report.without_near.judged:
         hint = "questions that no training row asks alike"
         rows.append(MetricRow("  without near duplicates", "", _share(report.without_near), hint=hint))
     unclear = [bool(one.tuned.right) for one in report.exchanges if one.is_ambiguous and one.tuned.right is not None]
@@ -250,9 +251,30 @@ def compared_rows(report: Report) -> list[MetricRow]:
         hint = "another row has the same question with another answer"
         rows.append(MetricRow("  ambiguous questions", "", _of(sum(unclear), len(unclear)), hint=hint))
     for name, pair in report.measures.items():
-        base = "" if pair.base is None else f"{pair.base:.2f}"
-        rows.append(MetricRow(f"  {single_line(name)}", base, f"{pair.tuned:.2f}"))
-    return rows
+        base, tuned, expected = (_figure(value, pair) for value in (pair.base, pair.tuned, pair.expected))
+        hint = f"in the expected replies: {expected}" if expected else ""
+        rows.append(MetricRow(f"  {single_line(name)}", base, tuned, hint=hint))
+    return [*rows, *_closer(list(report.measures.values()))]
+
+
+def _figure(value: float | None, pair: MeasurePair) -> str:
+    if value is None:
+        return ""
+    return percent(value, 0) if pair.is_share else f"{value:.2f}" if pair.expected is None else f"{value:g}"
+
+
+def _closer(pairs: list[MeasurePair]) -> list[MetricRow]:
+    """Return how many figures of the style each model is closer in, if there are such figures."""
+    leads = [
+        abs(one.base - one.expected) - abs(one.tuned - one.expected)
+        for one in pairs
+        if one.expected is not None and one.base is not None
+    ]
+    if not leads:
+        return []
+    base, tuned = sum(lead < 0 for lead in leads), sum(lead > 0 for lead in leads)
+    hint = f"of {count(len(leads), 'figure')} above; {count(len(leads) - base - tuned)} alike"
+    return [MetricRow("  closer to that style in", str(base), str(tuned), hint=hint)]
 
 
 def forgotten_rows(report: Report) -> list[MetricRow]:
