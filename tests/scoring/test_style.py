@@ -43,7 +43,7 @@ def test_words_that_the_other_person_uses_too_are_not_typical():
 
 def test_without_training_rows_and_texts_there_are_fewer_figures():
     """Guards a model that is validated without its corpus, and one that answers nothing."""
-    assert list(chat([]).figures(["One two three."]))[0] == WORDS and len(chat([]).figures(["One."])) == 5
+    assert next(iter(chat([]).figures(["One two three."]))) == WORDS and len(chat([]).figures(["One."])) == 5
     assert chat().figures([]) == chat().figures(["", "  "]) == {}
 
 
