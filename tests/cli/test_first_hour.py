@@ -6,10 +6,12 @@ import pytest
 
 from tunewell.cli.main import main
 from tunewell.cli.screens.models import models_screen
+from tunewell.core.errors import UserError
 from tunewell.data.row_statistics import RowStatistics
 from tunewell.machine.machine import read_machine
 from tunewell.model_files.catalogue import catalogue
 from tunewell.planning.model_choice import ModelNeeds
+from tunewell.runs.folder import require_known_changes
 from tunewell.workflows.models import ModelsResult
 
 
@@ -47,3 +49,14 @@ def test_ask_without_an_index_says_so_before_torch_is_imported(
     monkeypatch.setitem(__import__("sys").modules, "tunewell.features.retrieval.ask_workflow", None)
     assert main(["ask", "When does it open?"]) == 2
     assert "there is no index in `index`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "advised"),
+    [("max_steps", "num_steps"), ("train.max_steps", "num_steps"), ("train.learning_rate", "learning_rate")],
+)
+def test_a_key_of_the_config_is_translated_for_a_resumed_run(name: str, advised: str) -> None:
+    """Guards against a guess of a name that is not the one in the config, without saying which key it is."""
+    with pytest.raises(UserError) as raised:
+        require_known_changes([name], is_resuming=True)
+    assert raised.value.fix == f"write `--allow-change {advised}`"
