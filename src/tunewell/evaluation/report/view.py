@@ -214,7 +214,12 @@ def right_name(report: Report) -> str:
     """Return what is counted: `Labels right`."""
     name = report.task.value if report.task is not None else "facts"
     noun = SCORERS.entry(name).noun if name in SCORERS.names() else "answers"
-    return f"{noun[:1].upper()}{noun[1:]} right"
+    return f"{sentence_case(noun)} right"
+
+
+def sentence_case(text: str) -> str:
+    """Return a text with an upper-case first letter."""
+    return text[:1].upper() + text[1:]
 
 
 def _right(report: Report) -> list[MetricRow]:
@@ -301,7 +306,8 @@ def _answers(report: Report) -> list[MetricRow]:
     base, tuned = report.base_tally, report.tuned_tally
     if tuned is None or not tuned.asked:
         return []
-    rows = [*_right(report), *compared_rows(report), _counted("Exact match with the reference", base, tuned, "exact")]
+    compared = [replace(row, name=sentence_case(row.name.strip())) for row in compared_rows(report)]
+    rows = [*_right(report), *compared, _counted("Exact match with the reference", base, tuned, "exact")]
     hint = "0 to 1, word overlap with the reference"
     rows.append(_mean("Token F1, mean", base and base.f1, tuned.f1, hint=hint, style=".3f"))
     if tuned.refused or (base and base.refused):
