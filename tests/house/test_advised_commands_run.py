@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 LEFT_OUT = {
     "demo": "it trains for two minutes; `make demo` and the tests of the demo run it",
     "track": "it needs the package of a tracker; tests/features/track runs it",
+    f"runs {VALUE} --stacks": "only a running process has stacks; tests/cli/test_runs.py asks one",
     "sweep": "only a stopped sweep resumes; tests/features/sweep runs it",
 }
 SHORT = ["train.max_steps=2", "verdict.questions=4", "evaluate.samples=0", "verdict.answer_tokens=8", "train.epochs=1"]
@@ -53,13 +54,15 @@ SPECIAL = {
     f"train{VALUE} --out {VALUE} --resume": "train --config run/config.yaml --out run --resume",
     f"train --config {VALUE}": "train --config tunewell.yaml --out run2",
     f"train --resume --out {VALUE}": "train --resume --out run",
-    f"profile --steps {VALUE}": "profile --steps 2",
+    f"profile --steps {VALUE}": "profile --steps 5",
     f"index DOCUMENTS --out {VALUE}": "index docs --out other",
     f"validate {VALUE}{VALUE} --set verdict.questions={VALUE}": "validate run --set verdict.questions=5",
     "ask QUESTION": 'ask "When does it open?"',
     "train --index INDEX": "train --index index --out run2",
     "train": "train --out run2",
     "diagnose --all ...": "diagnose --all train.log",
+    "compare RUN RUN": "compare run other-run",
+    "notebook": "notebook --package none",  # where the package is cannot be known of a clone: the command asks
     "compare": "compare run --index index --data test.jsonl",
 }
 """Forms that are filled in by hand: options in front of others, or what the folder would have at that point."""
@@ -70,7 +73,7 @@ FIRST_RUN = {"train train.jsonl"}
 def _is_run(command: str) -> bool:
     name = command.split()[0]
     is_text = "(" in command or command in MENTIONED or VALUE in name or name.startswith("-") or name == "COMMAND"
-    return not is_text and name not in LEFT_OUT
+    return not is_text and not {name, command} & LEFT_OUT.keys()
 
 
 def filled(command: str) -> list[str]:
@@ -96,6 +99,8 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     for name, part in (("train.jsonl", texts[:40]), ("chats.jsonl", texts[:40]), ("test.jsonl", texts[40:])):
         (folder / name).write_text("\n".join(part) + "\n")
     (folder / "docs" / "hours.md").write_text("# Hours\n\nThe library opens at ten.\n\nIt closes at six.\n")
+    answers = [f"# Part {number}\n\n{row(number)['answer']}\n" for number in range(40)]
+    (folder / "docs" / "answers.md").write_text("\n".join(answers))
     (folder / "train.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
     (folder / "logs").mkdir()
     shutil.copy(folder / "train.log", folder / "logs" / "rank0.log")
@@ -104,6 +109,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         sets = [part for text in SHORT for part in ("--set", text)]
         assert main(["init", "train.jsonl", "--model", "model", *sets]) == 0
         assert main(["train"]) in (0, 3, 4)
+        shutil.copytree("run", "other-run")
         assert main(["export", "--to", "merged"]) == 0
         assert (
             main(
@@ -141,7 +147,7 @@ def test_an_advised_command_works_as_pasted(
     if typed in FIRST_RUN:
         shutil.rmtree(folder / "run")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"CUDA out of memory\n")))
     code = main(words)
     printed = capsys.readouterr()
     assert code in (0, 3, 4), (typed, COMMANDS[command], printed.err[-2000:])
