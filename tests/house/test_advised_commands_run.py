@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 LEFT_OUT = {
     "demo": "it trains for two minutes; `make demo` and the tests of the demo run it",
     "track": "it needs the package of a tracker; tests/features/track runs it",
-    f"runs {VALUE} --stacks": "only a running process has stacks; tests/cli/test_runs.py asks one",
+    f"runs {VALUE} --stacks": "only a running process has stacks; tests/faults/test_supervisor.py asks one",
+    "train --index INDEX": "it needs rows that documents answer; tests/features/retrieval trains with an index",
     "sweep": "only a stopped sweep resumes; tests/features/sweep runs it",
 }
 SHORT = ["train.max_steps=2", "verdict.questions=4", "evaluate.samples=0", "verdict.answer_tokens=8", "train.epochs=1"]
@@ -58,7 +59,6 @@ SPECIAL = {
     f"index DOCUMENTS --out {VALUE}": "index docs --out other",
     f"validate {VALUE}{VALUE} --set verdict.questions={VALUE}": "validate run --set verdict.questions=5",
     "ask QUESTION": 'ask "When does it open?"',
-    "train --index INDEX": "train --index index --out run2",
     "train": "train --out run2",
     "diagnose --all ...": "diagnose --all train.log",
     "compare RUN RUN": "compare run other-run",
@@ -110,6 +110,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         assert main(["init", "train.jsonl", "--model", "model", *sets]) == 0
         assert main(["train"]) in (0, 3, 4)
         shutil.copytree("run", "other-run")
+        shutil.copy("tunewell.yaml", "config.yaml")
         assert main(["export", "--to", "merged"]) == 0
         assert (
             main(

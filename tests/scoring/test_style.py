@@ -4,7 +4,7 @@ from tunewell.config.extensions import SCORERS
 from tunewell.evaluation.report.view import compared_rows
 from tunewell.records.report import AnswerCounts, MeasurePair, Report
 from tunewell.scoring.base import ReferenceRow
-from tunewell.scoring.style import WORDS, Chat
+from tunewell.scoring.style import WORDS, ChatStyle
 from tunewell.scoring.tasks import make_scorer
 
 ROWS = [
@@ -15,9 +15,9 @@ ROWS = [
 ]
 
 
-def chat(training: list[ReferenceRow] | None = None) -> Chat:
+def chat(training: list[ReferenceRow] | None = None) -> ChatStyle:
     found = make_scorer("chat", ROWS[:1], ROWS if training is None else training)
-    assert isinstance(found, Chat)
+    assert isinstance(found, ChatStyle)
     return found
 
 

@@ -263,7 +263,7 @@ SCORERS: Registry[TaskEntry] = Registry(
         TaskEntry(
             "chat",
             "conversations",
-            "tunewell.scoring.style:Chat",
+            "tunewell.scoring.style:ChatStyle",
             "answers",
             None,
             "there is no right reply in a conversation",

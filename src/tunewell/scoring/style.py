@@ -18,7 +18,7 @@ _MIN_TIMES, _MIN_LEAD = 2, 3.0
 """A typical word is in this many replies at least, and in this many times as many as questions."""
 
 
-class Chat(FreeText):
+class ChatStyle(FreeText):
     """Replies of a person or an assistant, whose style is measured."""
 
     def __init__(self, asked: Sequence[ReferenceRow], training: Sequence[ReferenceRow]) -> None:
