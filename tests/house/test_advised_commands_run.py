@@ -112,15 +112,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         shutil.copytree("run", "other-run")
         shutil.copy("tunewell.yaml", "config.yaml")
         assert main(["export", "--to", "merged"]) == 0
-        assert (
-            main(
-                [
-                    "index",
-                    "docs",
-                ]
-            )
-            == 0
-        )
+        assert main(["index", "docs"]) == 0
     return folder
 
 
