@@ -97,6 +97,13 @@ def test_a_weight_of_another_shape_is_named(folder, tiny_model):
         load_model(order(folder, tiny_model))
 
 
+def test_a_config_that_transformers_cannot_build_is_no_bug_of_ours(folder, tiny_model):
+    """Guards "a bug in tunewell or a fault of the machine (KeyError: 'foo')"."""
+    change_config(folder, hidden_act="foo")
+    with pytest.raises(UserError, match=r"cannot build .* from its config: KeyError: 'foo'"):
+        load_model(order(folder, tiny_model))
+
+
 def test_a_weight_too_many_is_said(folder, tiny_model):
     weights = load_file(folder / "model.safetensors") | {"score.weight": torch.zeros(3)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

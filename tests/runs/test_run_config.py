@@ -62,6 +62,12 @@ def test_what_the_config_says_is_not_said_again(here: Path) -> None:
     assert resume_command(loaded, _start(loaded)) == "tunewell train --resume"
 
 
+def test_rows_that_the_config_was_written_for_are_not_named_again(here: Path) -> None:
+    """`tunewell train rows.csv` writes the config. Ctrl-C named the rows to resume, and `tunewell` did not."""
+    loaded = load_config()
+    assert resume_command(loaded, _start(loaded, "my rows.jsonl")) == "tunewell train --resume"
+
+
 def test_the_config_of_a_run_names_the_command_that_started_it(here: Path) -> None:
     argv = ["--data", "my\nrows", "--worker", "7,8,9", "--model", "hf_abcdefghijklmnopqrstuvwxyz012345", "\udc80"]
     text = dump_config(load_config(), argv)

@@ -18,7 +18,7 @@ from tunewell.training.find_checkpoints import OPTIMIZER, find_best
 from tunewell.training.run import Run, resume, rewind
 
 
-def _answers(number: int, total: int = 10) -> list[Sample]:
+def _answers(number: int, total: int = 100) -> list[Sample]:
     return [Sample(0, index, "", f"q{index}", "yes", "yes", ended=True, right=index < number) for index in range(total)]
 
 
@@ -30,7 +30,7 @@ def _scripted(
     run = make_run(folder, plan=options | more.pop("plan", {}), config={"checkpoints": {"keep": 9}, **more})
     monkeypatch.setattr(module, "held_out_loss", lambda *_, **__: HeldOutLoss(losses[run.progress.step], 9, 5))
     if any(number is not None for number in right):
-        run.num_answers = 10
+        run.num_answers = 100
     run.ask = lambda step, _: [] if (number := right[step]) is None else _answers(number)
     return run
 
@@ -42,35 +42,53 @@ def _best(folder: Path) -> int | None:
 
 def test_right_answers_choose_the_checkpoint_against_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,500 rows with labels: the loss was lowest after the first of five epochs, and the last one had more right."""
-    run = _scripted(tmp_path, monkeypatch, [2.0, 0.7, 0.9, 1.2, 1.4], [0, 6, 7, 9, 8])
+    run = _scripted(tmp_path, monkeypatch, [2.0, 0.7, 0.9, 1.2, 1.4], [0, 50, 70, 90, 80])
     assert train(run).status == "finished"
     assert run.progress.best_step == 3 and run.progress.best_share == 0.9 and run.progress.best_loss == 1.2
     assert _best(tmp_path) == 3
-    assert [look.right for look in run.listener.looks] == [0, 6, 7, 9, 8]
+    assert [look.right for look in run.listener.looks] == [0, 50, 70, 90, 80]
     assert "most right answers, 90%" in find_best(tmp_path / "checkpoints", on_trouble=print).why_best
     logged = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "held_out"]
     assert [(event["right"], event["judged"], event["is_best"]) for event in logged][3:] == [
-        (9, 10, True),
-        (8, 10, False),
+        (90, 100, True),
+        (80, 100, False),
     ]
 
 
 @pytest.mark.parametrize(
     ("losses", "right", "best"),
     [
-        ([2.0, 0.9, 0.7, 0.8, 1.0], [0, 8, 8, 8, 8], 2),
         ([2.0, 0.9, 0.7, 0.8, 1.0], [None] * 5, 2),
-        ([2.0, math.nan, 0.9, 1.0, 1.1], [0, 9, 5, 4, 4], 2),
-        ([0.5, 0.9, 0.7, 0.8, 1.0], [3, 2, 3, 1, 0], None),
-        ([2.0, 0.9, 0.7, 0.8, 1.0], [0, 8, None, 7, 6], 1),
+        ([2.0, math.nan, 0.9, 1.0, 1.1], [0, 90, 50, 30, 30], 2),
+        ([0.5, 0.9, 0.7, 0.8, 1.0], [60, 20, 30, 10, 0], None),
+        ([2.0, 0.9, 0.7, 0.8, 1.0], [0, 80, None, 60, 60], 1),
     ],
-    ids=["equal shares", "no measure", "not finite", "the base model is better", "answers did not fit once"],
+    ids=["no measure", "not finite", "the base model is better", "answers did not fit once"],
 )
 def test_the_loss_decides_where_answers_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float], right: list[int | None], best: int | None
 ) -> None:
     train(_scripted(tmp_path, monkeypatch, losses, right))
     assert _best(tmp_path) == best
+
+
+@pytest.mark.parametrize(
+    ("right", "best", "why"),
+    [
+        ([0, 1, 0, 0, 0], 4, "0% right answers, fewer than 1% only by chance"),
+        ([0, 80, 80, 80, 80], 4, "most right answers, 80%"),
+        ([0, 60, 90, 85, 50], 3, "85% right answers, fewer than 90% only by chance"),
+        ([0, 96, 92, 88, 84], 2, "92% right answers, fewer than 96% only by chance"),
+    ],
+    ids=["one of a hundred", "equal", "the last is worse", "many small losses add up"],
+)
+def test_a_lead_by_chance_chooses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[int], best: int, why: str
+) -> None:
+    """Guards an early checkpoint that was taken for one lucky answer, and a slow decline that is never noticed."""
+    train(_scripted(tmp_path, monkeypatch, [2.0, 0.7, 0.9, 1.2, 1.4], right))
+    assert _best(tmp_path) == best
+    assert why in find_best(tmp_path / "checkpoints", on_trouble=print).why_best
 
 
 def test_without_a_slice_the_last_checkpoint_is_used_and_patience_ends_nothing(
@@ -86,7 +104,7 @@ def test_without_a_slice_the_last_checkpoint_is_used_and_patience_ends_nothing(
 
 def test_training_ends_early_by_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss still falls, but two evaluations in a row have no more right answers."""
-    run = _scripted(tmp_path, monkeypatch, [2.0, 1.0, 0.9, 0.8, 0.7], [0, 8, 7, 6, 9], evaluate={"patience": 2})
+    run = _scripted(tmp_path, monkeypatch, [2.0, 1.0, 0.9, 0.8, 0.7], [0, 80, 60, 50, 90], evaluate={"patience": 2})
     ending = train(run)
     assert run.progress.step == 3 and "no better checkpoint in 2 evaluations" in ending.reason
     assert _best(tmp_path) == 1
@@ -94,7 +112,7 @@ def test_training_ends_early_by_right_answers(tmp_path: Path, monkeypatch: pytes
 
 def test_a_resumed_run_compares_with_the_best_share_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share is in the checkpoint; without it, any later answer would win."""
-    losses, right = [2.0, 0.7, 0.9, 1.2, 1.4], [0, 8, 7, 6, 5]
+    losses, right = [2.0, 0.7, 0.9, 1.2, 1.4], [0, 80, 60, 50, 40]
     first = _scripted(tmp_path, monkeypatch, losses, right)
     first.plan = first.plan.model_copy(
         update={"num_steps": make_run(tmp_path / "x", plan={"num_steps": 2}).plan.num_steps}
@@ -111,7 +129,7 @@ def test_a_resumed_run_compares_with_the_best_share_before_it(tmp_path: Path, mo
 def test_a_rewind_to_the_start_knows_the_share_of_the_base_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _scripted(tmp_path, monkeypatch, [2.0, 0.7, 0.9, 1.2, 1.4], [3, 8, 7, 6, 5], plan={"save_every": 99})
+    run = _scripted(tmp_path, monkeypatch, [2.0, 0.7, 0.9, 1.2, 1.4], [30, 80, 60, 50, 40], plan={"save_every": 99})
     train(run)
     run.checkpoints.remove_after(0)
     assert rewind(run, not_after=0, or_later=False, are_weights_bad=False) == 0

@@ -426,7 +426,8 @@ def test_sources_without_a_share_divide_what_is_left(tiny_model, tmp_path):
     counts = Counter(document.source for document in open_corpus(result.corpus))
     # 80 rows of b and c at 80% ask for 20 of a, but no row is left out while repeating the others is allowed.
     assert counts == {"a.jsonl": 40, "b.jsonl": 80, "c.jsonl": 80}
-    assert result.manifest.mix[1].startswith("the other sources: 160 of 200 documents (80%)")
+    assert result.manifest.mix[1].startswith("the other sources (`")
+    assert "b.jsonl`, `" in result.manifest.mix[1] and "c.jsonl`): 160 of 200 documents (80%)" in result.manifest.mix[1]
 
 
 def test_a_held_out_file_is_held_out_whole_and_none_of_its_questions_is_trained_on(tiny_model, tmp_path):

@@ -274,7 +274,7 @@ SCORERS: Registry[TaskEntry] = Registry(
         TaskEntry(
             "chat",
             "conversations",
-            "tunewell.scoring.free_text:FreeText",
+            "tunewell.scoring.style:ChatStyle",
             "answers",
             None,
             "there is no right reply in a conversation",

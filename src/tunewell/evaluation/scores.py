@@ -27,6 +27,7 @@ from tunewell.records.report import (
 )
 from tunewell.scoring.base import Score, without_thinking
 from tunewell.scoring.matching import is_refusal, match
+from tunewell.scoring.style import WORDS
 
 
 @dataclass
@@ -153,7 +154,16 @@ def measure_pairs(questions: Questions, answered: Sequence[AnsweredQuestion]) ->
         else {}
         for answers in ([one.tuned for one in answered], bases_of(answered))
     )
-    return {name: MeasurePair(base=base.get(name), tuned=value) for name, value in tuned.items()}
+    found = {name: MeasurePair(base=base.get(name), tuned=value) for name, value in tuned.items()}
+    texts = ([one.tuned.text for one in answered], [one.text for one in bases_of(answered)])
+    figures = questions.scorer.figures
+    tuned, base = (figures([without_thinking(text) for text in part]) for part in texts)
+    expected = figures([row.reference for row in questions.rows])
+    return found | {
+        name: MeasurePair(base=base.get(name), tuned=tuned[name], expected=value, is_share=name != WORDS)
+        for name, value in expected.items()
+        if name in tuned
+    }
 
 
 def confusions(answered: Sequence[AnsweredQuestion], *, most: int = 12) -> list[Confusion]:

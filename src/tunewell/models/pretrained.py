@@ -66,6 +66,13 @@ def from_files(
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the weights of `{source}` cannot be loaded: {_first_line(error)}") from error
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, AssertionError) as error:
+        # The constructors of transformers fail like this if the values of a config do not fit together.
+        raise UserError(
+            f"transformers cannot build `{source}` from its config: {type(error).__name__}: {_first_line(error)}",
+            where=f"{source}/config.json",
+            fix="correct the config, or download the model again",
+        ) from error
     model, found = loaded
     _require_complete(found, source)
     if part is not None:

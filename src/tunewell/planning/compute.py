@@ -18,6 +18,7 @@ from tunewell.data.batches import micro_batches
 from tunewell.machine.facts import DeviceFacts, num_cores
 from tunewell.model_files.families import ATTENTION, STATES, PackingLevel
 from tunewell.model_files.presets import is_preset
+from tunewell.planning.recommendation import recommend_replay
 from tunewell.records.manifest import Manifest, SplitRecord
 from tunewell.records.plan import Chosen, QuantizedBase
 
@@ -312,8 +313,6 @@ def choose_compile(inputs: PlanInputs, attention: Attention) -> Chosen[Compile]:
 def choose_replay(inputs: PlanInputs) -> Chosen[float]:
     """Choose the share of the tokens of an epoch that are everyday prompts with answers of the base model."""
     config, setting = inputs.config, inputs.config.train.replay
-    if setting == "auto":
-        return Chosen(0.0, because="`auto`: off until its cost is measured on more jobs; 0.05 switches it on")
     because = ""
     if is_preset(config.model or ""):
         because = "a new model has nothing to forget"
@@ -321,4 +320,6 @@ def choose_replay(inputs: PlanInputs) -> Chosen[float]:
         because = "training goes on from an adapter, without which the base model would have to answer"
     elif "the model's own" not in {record.name for record in inputs.manifest.templates}:
         because = "the model has no chat template, or the rows do not use it"
-    return Chosen(0.0, because=because) if because else inputs.choice("train.replay")
+    if because:
+        return Chosen(0.0, because=because)
+    return recommend_replay(config, inputs.manifest.rows) if setting == "auto" else inputs.choice("train.replay")

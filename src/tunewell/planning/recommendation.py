@@ -39,6 +39,20 @@ _TASK_ROWS = 20_000
 """Maximum number of rows, from the first on, that are read to find the task."""
 
 
+def recommend_replay(config: Config, rows: RowsRecord | None) -> Chosen[float]:
+    """Return the share of everyday prompts: some where that was measured to keep instructions and cost no answers."""
+    table, task = _TABLES["replay"], rows.task if rows else ""
+    is_measured = has_shipped_replay(config) and config.method.kind == "lora" and task in table["tasks"]
+    if rows is None or not is_measured or rows.num_rows >= table["fewer_rows_than"]:
+        return Chosen(0.0, because="`auto`: off where its cost is not measured; 0.05 switches it on")
+    return Chosen(table["share"], because=f"it forgets less; with few rows of {task}, no right answers were lost by it")
+
+
+def has_shipped_replay(config: Config) -> bool:
+    """Return True if the answers of the base model to the everyday prompts are shipped."""
+    return config.model in _TABLES["replay"]["models"] and config.method.quantize == "none"
+
+
 def recommend_settings(rows: RowsRecord, num_parameters: int | None, config: Config) -> dict[str, Chosen[Any]]:
     """Return values for the keys that are `auto` in a config. `num_parameters` is None if unknown.
 

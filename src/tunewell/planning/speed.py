@@ -18,6 +18,7 @@ from tunewell.config.extensions import OPTIMIZERS
 from tunewell.core.units import percent
 from tunewell.data.replay import ANSWER_TOKENS, NUM_PROMPTS
 from tunewell.machine.cards import match_card
+from tunewell.planning.recommendation import has_shipped_replay
 from tunewell.planning.workload import Workload
 from tunewell.records.plan import Chosen
 
@@ -186,7 +187,8 @@ def compute_speed(work: Workload, cpu_flops: float, *, measured: "MeasuredSpeed 
     phases["check"] = known.check or 0.5 + 15 * work.mean_context * token_flops(work)[1] / rates.flops
     if steps.compile_seconds:
         phases["compile"] = steps.compile_seconds
-    if work.plan.replay is not None and work.plan.replay.value:  # unless the answers are cached
+    has_replay = work.plan.replay is not None and work.plan.replay.value
+    if has_replay and not has_shipped_replay(work.config):  # unless the answers are cached
         phases["replay"] = _answer_seconds(work, rates, questions=NUM_PROMPTS, tokens=ANSWER_TOKENS, known=known)
     phases["steps"] = known.warm_up + steps.seconds
     answers = _affordable_answers(work, rates, steps.seconds, known)

@@ -154,10 +154,13 @@ class ConstantAnswer(Record):
 
 
 class MeasurePair(Record):
-    """A further figure of the task, from 0 to 1, for both models."""
+    """A further figure of the task for both models, usually from 0 to 1."""
 
     base: float | None = None
     tuned: float
+    expected: float | None = None
+    """The figure of the references, if the answers should be like them, as in the style of a chat."""
+    is_share: bool = False
 
 
 class Confusion(Record):
@@ -300,7 +303,7 @@ class Report(Record):
     task: Chosen[str] | None = None
     """The task of the rows, whose scorer decides what is right."""
     measures: dict[str, MeasurePair] = {}
-    """Further figures of the task, such as the macro-F1 of labels, by name."""
+    """Further figures of the task, such as the macro-F1 of labels or the style of a chat, by name."""
     constant: ConstantAnswer | None = None
     asked_tally: AnswerCounts | None = None
     """The base model with the prompts of the rows, if it was also prompted with a list of labels, fields or tools."""

@@ -270,12 +270,12 @@ def resume_command(loaded: LoadedConfig, options: RunOptions) -> str:
 
 
 def _is_complete_in_folder(loaded: LoadedConfig) -> bool:
-    """Return True if `--resume` with the run folder alone would load the same config."""
+    """Return True if `--resume` with at most the run folder would load the same config, from it or `tunewell.yaml`."""
     try:
         saved = load_for_run(None, [f"run={json.dumps(loaded.config.run)}"], is_resuming=True)
     except UserError:
         return False
-    return (saved.file, saved.base) == (None, loaded.base) and saved.config.model_dump() == loaded.config.model_dump()
+    return saved.base == loaded.base and saved.config.model_dump() == loaded.config.model_dump()
 
 
 def _repeatable(argv: Sequence[str]) -> list[str]:

@@ -133,6 +133,8 @@ def _read_document_hashes(folder: Path) -> dict[str, str]:
 
 _MEASURED = ("threads", "micro_batch_tokens", "compile")
 """Settings that a run chooses by measurement and keeps on resume."""
+_DECIDED = {"max_steps": "num_steps", "epochs": "num_steps", "warmup": "warmup_steps"}
+"""Keys of the config that decide a setting with another name."""
 
 
 def require_known_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
@@ -140,11 +142,14 @@ def require_known_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
     names = sorted(CHANGE_NAMES | set(_MEASURED))
     for name in allowed:
         if name not in names:
+            key = name.rpartition(".")[2]
+            own = _DECIDED.get(key, key)
             guess = did_you_mean(close_names(name, names), "")
+            known = f"{guess} known names: {', '.join(names)}".strip()
             raise UserError(
                 f"`{name}` cannot be changed when a run is resumed",
                 where=f"--allow-change {name}",
-                fix=f"{guess} known names: {', '.join(names)}".strip(),
+                fix=f"write `--allow-change {own}`" if own in names else known,
             )
     if allowed and not is_resuming:
         raise UserError(

@@ -72,6 +72,10 @@ class Scorer(Protocol):
         """Return further figures of the task, each from 0 to 1, such as the macro-F1 of labels."""
         return {}
 
+    def figures(self, texts: Sequence[str]) -> dict[str, float]:
+        """Return figures of some texts, to compare the answers of both models with the references."""
+        return {}
+
 
 def score_answer(scorer: Scorer, index: int, answer: str, asked: ReferenceRow) -> Score:
     """Score an answer without its thinking. An answer equal to its reference is right, whatever the scorer says."""

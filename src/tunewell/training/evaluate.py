@@ -35,6 +35,8 @@ _MIN_EVALUATION_SECONDS = 2.0
 """Evaluations that take less than this in a whole run are never reduced."""
 _MIN_WRITE_SECONDS = 5.0
 """A checkpoint that is written within this time is never put off."""
+_CHANCE = 1.64
+"""Standard errors by which a smaller share of right answers must differ: 5% of differences by chance are larger."""
 _ANSWER_TOKENS = (8192, 1024, 1)
 """Batch sizes for answers, in tokens, tried in this order. The last one means one question at a time."""
 
@@ -150,7 +152,7 @@ def evaluate(run: Run, healer: Healer) -> bool:
     if found is None:
         return False
     judged = [sample.right for sample in answers if sample.right is not None]
-    is_best = run.is_selecting and _note_best(progress, found.loss, fmean(judged) if judged else None)
+    is_best = run.is_selecting and _note_best(progress, found.loss, judged)
     samples = [answers[index] for index in spread_evenly(len(answers), run.config.evaluate.samples).tolist()]
     seconds = time.perf_counter() - started
     num_faulty = _num_faulty(samples)
@@ -178,16 +180,31 @@ def evaluate(run: Run, healer: Healer) -> bool:
     return is_best and progress.step > 0
 
 
-def _note_best(progress: RunProgress, loss: float, share: float | None) -> bool:
-    """Return True if this is the best evaluation so far, and note it. Equal shares of right answers: the lower loss."""
+def _note_best(progress: RunProgress, loss: float, judged: list[bool]) -> bool:
+    """Return True if this evaluation is the best so far, and note it.
+
+    Without right answers, the lowest loss is best. With them, it is the newest evaluation that has no fewer than the
+    most so far, other than by chance: of 20 questions, 1 right at one step and 0 at another say nothing.
+    """
     if not math.isfinite(loss):  # it does not count towards `evaluate.patience`
         return False
-    before = -(progress.best_share or 0.0), math.inf if progress.best_loss is None else progress.best_loss
-    is_best = (-(share or 0.0), loss) < before
+    share, most = (fmean(judged) if judged else 0.0), progress.most_right or progress.best_share or 0.0
+    lowest = math.inf if progress.best_loss is None else progress.best_loss
+    is_gain = is_best = (-share, loss) < (-most, lowest)
+    if judged and progress.best_loss is not None:
+        is_best = share >= most or most - share <= _CHANCE * math.sqrt(_variance(share, most) / len(judged))
     if is_best:
-        progress.best_share, progress.best_loss, progress.best_step = share, loss, progress.step
-    progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
+        progress.best_share, progress.best_step = share if judged else None, progress.step
+        progress.best_loss = loss
+    progress.most_right = max(share, most) if judged or most else None
+    progress.looks_without_gain = 0 if is_gain else progress.looks_without_gain + 1
     return is_best
+
+
+def _variance(share: float, other: float) -> float:
+    """Return the variance of the difference of two such shares of one answer, if both differ only by chance."""
+    mean = (share + other) / 2
+    return 2 * mean * (1 - mean)
 
 
 def _loss_within_memory(run: Run, healer: Healer) -> HeldOutLoss | None:

@@ -38,8 +38,10 @@ class Saved:
         progress = self.manifest.progress
         if "best_share" not in progress:  # written by an older version
             return "the best by held-out loss"
-        share = progress["best_share"]
+        share, most = progress["best_share"], progress.get("most_right")
         measure = "lowest loss" if share is None else f"most right answers, {percent(share, 0)}"
+        if share is not None and most is not None and share < most:
+            measure = f"the newest with {percent(share, 0)} right answers, fewer than {percent(most, 0)} only by chance"
         return f"the best on the selection slice: {measure}"
 
 

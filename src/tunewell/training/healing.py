@@ -95,7 +95,7 @@ class Healer:
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Check the loss and the sample answers of an evaluation."""
-        best_share = self._run.progress.best_share or 0.0
+        best_share = self._run.progress.most_right or 0.0
         for finding in self.monitor.observe(StepMetrics(event.step, held_out_loss=event.loss)):
             words = finding.words
             if not math.isfinite(event.loss) and (broken := not_finite_names(self._run.learner.model)):

@@ -1,8 +1,11 @@
 """Let the base model answer the everyday prompts of the replay, once per machine (see `data/replay.py`)."""
 
+from pathlib import Path
+from zipfile import ZipFile
+
 from tunewell.core.cache import DiskCache
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, read_text, stable_json, write_atomic
+from tunewell.core.files import parse_json, read_text, sha256_text, stable_json, write_atomic
 from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.read_ahead import ReadAhead
@@ -37,6 +40,13 @@ def add_replay(parts: RunInputs, run: Run) -> None:
     run.listener(Note(f"replay: an epoch has {number} with the base model's own answers"))
 
 
+def _shipped(key: object) -> list[Replayed]:
+    """Return the answers that are shipped for this base model, prompts and stop tokens; none for another."""
+    with ZipFile(Path(__file__).with_name("replay.zip")) as archive:
+        name = f"{sha256_text(stable_json(key))[:32]}.json"
+        return parse_json(archive.read(name)) if name in archive.namelist() else []
+
+
 def _replayed(parts: RunInputs, run: Run) -> list[Replayed]:
     """Return the replayed documents: those of the run folder, of an earlier run on this machine, or new ones."""
     path = parts.folder / REPLAY
@@ -49,7 +59,7 @@ def _replayed(parts: RunInputs, run: Run) -> list[Replayed]:
     prompts = [prompt_ids(masker, encoder, [{"role": "user", "content": asked}]) for asked in replay_prompts()]
     base = read_content(parts.model).model_dump()
     key = [base, quantized and quantized.model_dump(exclude={"because"}), prompts, stop_ids]
-    found: list[Replayed] = _CACHE.read(key) or []
+    found: list[Replayed] = _CACHE.read(key) or _shipped(key)
     if not found and run.progress.step:
         raise UserError("the replayed documents of the run are lost", where=str(path), fix="start a new run")
     if not found:

@@ -37,8 +37,10 @@ class RunProgress:
     best_step: int | None = None
     best_share: float | None = None
     """The share of right answers of the best evaluation; None if checkpoints are compared by the loss."""
+    most_right: float | None = None
+    """The largest share of right answers of all evaluations. That of the best may be smaller by chance."""
     looks_without_gain: int = 0
-    """Number of evaluations since the best one."""
+    """Number of evaluations since the last with more right answers, or a lower loss."""
     last_look: int = -1
     """Step of the last evaluation; -1 before the first."""
     tokens: int = 0

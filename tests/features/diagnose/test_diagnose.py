@@ -388,3 +388,27 @@ def test_a_limit_that_cuts_rows_is_found_before_the_run(capsys: pytest.CaptureFi
     rows.write_text("{broken")
     assert main(["diagnose", str(config), "--rows", str(rows)]) == 2
     assert main(["diagnose", str(tmp_path), "--rows", str(rows)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "slurmstepd: error: *** JOB 12 ON node7 CANCELLED AT 2026-11-18T10:00:00 DUE TO TIME LIMIT ***",
+            "job-time-limit",
+        ),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, pid=12, name=python, GPU has fallen off the bus.", "gpu-lost"),
+        (
+            "requests.exceptions.ProxyError: HTTPSConnectionPool(host='api.wandb.ai', port=443): Max retries exceeded "
+            "with url: /graphql (ProxyError('Cannot connect to proxy.'))\nwandb.errors.errors.CommError: timed out",
+            "tracker-unreachable",
+        ),
+        (
+            "HTTPSConnectionPool(host='huggingface.co', port=443): Max retries exceeded with url: /gpt2/config.json",
+            "hub-unreachable",
+        ),
+    ],
+)
+def test_failures_outside_the_training_have_their_own_names(text: str, expected: str) -> None:
+    """Guards a tracker's timeout that was called, with certainty, a hub that cannot be reached."""
+    assert diagnose_text(text + "\n").findings[0].id == expected

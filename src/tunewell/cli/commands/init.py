@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from tunewell.planning.first_config import InitResult
     from tunewell.records.plan import Chosen
 
-_LOOK_UP = "if the answers are in documents, `tunewell index DOCUMENTS`; `tunewell compare` shows which works better"
+_EITHER = "if the answers are in documents, `tunewell index DOCUMENTS`; `tunewell compare` shows which works better"
+_LOOK_UP = {
+    "facts": _EITHER,
+    "text": _EITHER,
+    "documents": "texts teach a style and hardly any facts; to look facts up instead, `tunewell index {data}`",
+}
+"""What else is possible, by the task of the rows; nothing for labels, chats and the like."""
 EXIT_OPEN = 2
 _LABELS = {"columns": "columns", "encoding": "encoding", "separator": "separator", "assistant": "replies of"}
 """Settings of the source that the screen shows."""
@@ -183,8 +189,8 @@ def _screen(result: "InitResult", data: str, options: "Sequence[str]", sets: "Se
         next_step = f"decide, for example: `{given}{out} --force {flags}`"
         marked = f" with {count(len(open_points), 'open point')}, marked `?`"
     lines = [config_table(result, data, sets), f"wrote `{result.path}`{marked}"]
-    if not open_points:
-        lines.append(hanging("or: ", _LOOK_UP))
+    if not open_points and result.task and result.task.value in _LOOK_UP:
+        lines.append(hanging("or: ", _LOOK_UP[result.task.value].format(data=shlex.quote(data))))
     return "\n".join([*lines, hanging("next: ", next_step)])
 
 

@@ -43,20 +43,33 @@ def _heading(result: ModelsResult) -> str:
 def _table(models: list[ModelNeeds], result: ModelsResult, *, title: str, place: str) -> str:
     """Return a table with as many columns as fit on the screen."""
     head = ["", title, "memory", "time", place, "weights", "kind", "licence"]
-    rows = [head, *(_row(model, is_best=model is result.recommended) for model in models)]
+    rows = [head, *(_row(model, marks=_marks(result), is_best=model is result.recommended) for model in models)]
     for number in range(len(head), _ALWAYS - 1, -1):
         shown = table([row[:number] for row in rows], right=(2, 3, 4, 5), gap=_GAP)
         if max(map(len, shown.splitlines())) <= width():
-            return shown
+            hidden = hanging("not shown here: ", f"{', '.join(head[number:])} (a wider terminal, or `--json`)")
+            is_last = title == "model" or not result.models
+            return f"{shown}\n{hidden}" if number < len(head) and is_last else shown
     # A long path: its start is left out.
     others = max(len(row[2]) for row in rows) + max(len(row[3]) for row in rows) + 3 * _GAP + 1
     short = [[row[0], ending(row[1], max(20, width() - others)), *row[2:_ALWAYS]] for row in rows]
     return table(short, right=(2, 3), gap=_GAP)
 
 
-def _row(model: ModelNeeds, *, is_best: bool) -> list[str]:
+def _marks(result: ModelsResult) -> dict[str, str]:
+    """Return a letter for each reason not to use a model of the list: `x` for one that does not fit."""
+    reasons = dict.fromkeys(["does not fit", *(_reason(model) for model in result.models if model.problem)])
+    return dict(zip(reasons, "xabcdefgh", strict=False))
+
+
+def _reason(model: ModelNeeds) -> str:
+    return model.problem.partition(":")[0]
+
+
+def _row(model: ModelNeeds, *, marks: dict[str, str], is_best: bool) -> list[str]:
     entry = model.model
-    mark = "*" if is_best else "x" if model.problem else "4" if model.method == "qlora" else ""
+    bad = marks.get(_reason(model), "x") if model.problem else ""
+    mark = "*" if is_best else bad or ("4" if model.method == "qlora" else "")
     download = model.where or size_bytes(model.download_bytes)
     licence = f"{entry.license}{' (login)' if entry.is_gated else ''}" if entry else ""
     seconds = model.seconds if model.fits else None
@@ -75,10 +88,12 @@ def _row(model: ModelNeeds, *, is_best: bool) -> list[str]:
 def _legend(result: ModelsResult) -> list[str]:
     shown = [*result.local, *result.models]
     marks = [["*", "recommended"]] if result.recommended else []
-    reasons = [model.problem.partition(":")[0] for model in result.models if model.problem]
-    reasons += [f"{model.name}: {model.problem}" for model in result.local if model.problem]
-    if reasons:
-        marks.append(["x", "; ".join(dict.fromkeys(reasons))])
+    letters = _marks(result)
+    used = {_reason(model) for model in result.models if model.problem}
+    marks += [[letter, reason] for reason, letter in letters.items() if reason in used]
+    marks += [
+        [letters.get(_reason(model), "x"), f"{model.name}: {model.problem}"] for model in result.local if model.problem
+    ]
     if any(model.method == "qlora" and not model.problem for model in shown):
         marks.append(["4", "fits only with a base model in 4 bits: `tunewell init ROWS --model NAME --method qlora`"])
     return [folded_table(marks), ""] if marks else []

@@ -40,7 +40,7 @@ HELD_OUT_FILE = -1
 """Source index of the held-out file."""
 NO_SHARE = -2
 """Source index of all sources without a `share`."""
-_NUM_ADVISED = 2
+_NUM_ADVISED, _NUM_NAMED = 2, 3
 _SAMPLE_ROWS = 1000
 """First rows of a source that show whether they are texts with labels."""
 
@@ -89,7 +89,11 @@ class BuildSpec:
 
     def source_label(self, index: int) -> str:
         """Return the name of a source for the mix report."""
-        return "the other sources" if index == NO_SHARE else f"`{self.config['data']['sources'][index]['path']}`"
+        names = [f"`{source['path']}`" for source in self.config["data"]["sources"]]
+        if index != NO_SHARE:
+            return names[index]
+        others = [name for number, name in enumerate(names) if number not in self.shares]
+        return f"the other sources ({listed(others, _NUM_NAMED, noun='source')})"
 
 
 def require_model_and_data(loaded: LoadedConfig) -> None:

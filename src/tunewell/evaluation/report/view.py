@@ -16,6 +16,7 @@ from tunewell.records.report import (
     AnsweredQuestion,
     ConstantAnswer,
     LossPair,
+    MeasurePair,
     MetricResult,
     Report,
 )
@@ -213,7 +214,12 @@ def right_name(report: Report) -> str:
     """Return what is counted: `Labels right`."""
     name = report.task.value if report.task is not None else "facts"
     noun = SCORERS.entry(name).noun if name in SCORERS.names() else "answers"
-    return f"{noun[:1].upper()}{noun[1:]} right"
+    return f"{sentence_case(noun)} right"
+
+
+def sentence_case(text: str) -> str:
+    """Return a text with an upper-case first letter."""
+    return text[:1].upper() + text[1:]
 
 
 def _right(report: Report) -> list[MetricRow]:
@@ -242,7 +248,7 @@ def compared_rows(report: Report) -> list[MetricRow]:
     if report.constant is not None:
         text = shorten(single_line(report.constant.text), 32, mark=ELLIPSIS)
         rows.append(MetricRow("  one constant answer", "", _share(report.constant), hint=f'always "{text}"'))
-    if report.without_near is not None:
+    if report.without_near is not None and report.without_near.judged:
         hint = "questions that no training row asks alike"
         rows.append(MetricRow("  without near duplicates", "", _share(report.without_near), hint=hint))
     unclear = [bool(one.tuned.right) for one in report.exchanges if one.is_ambiguous and one.tuned.right is not None]
@@ -250,9 +256,30 @@ def compared_rows(report: Report) -> list[MetricRow]:
         hint = "another row has the same question with another answer"
         rows.append(MetricRow("  ambiguous questions", "", _of(sum(unclear), len(unclear)), hint=hint))
     for name, pair in report.measures.items():
-        base = "" if pair.base is None else f"{pair.base:.2f}"
-        rows.append(MetricRow(f"  {single_line(name)}", base, f"{pair.tuned:.2f}"))
-    return rows
+        base, tuned, expected = (_figure(value, pair) for value in (pair.base, pair.tuned, pair.expected))
+        hint = f"in the expected replies: {expected}" if expected else ""
+        rows.append(MetricRow(f"  {single_line(name)}", base, tuned, hint=hint))
+    return [*rows, *_closer(list(report.measures.values()))]
+
+
+def _figure(value: float | None, pair: MeasurePair) -> str:
+    if value is None:
+        return ""
+    return percent(value, 0) if pair.is_share else f"{value:.2f}" if pair.expected is None else f"{value:g}"
+
+
+def _closer(pairs: list[MeasurePair]) -> list[MetricRow]:
+    """Return how many figures of the style each model is closer in, if there are such figures."""
+    leads = [
+        abs(one.base - one.expected) - abs(one.tuned - one.expected)
+        for one in pairs
+        if one.expected is not None and one.base is not None
+    ]
+    if not leads:
+        return []
+    base, tuned = sum(lead < 0 for lead in leads), sum(lead > 0 for lead in leads)
+    hint = f"of {count(len(leads), 'figure')} above; {count(len(leads) - base - tuned)} alike"
+    return [MetricRow("  closer to that style in", str(base), str(tuned), hint=hint)]
 
 
 def forgotten_rows(report: Report) -> list[MetricRow]:
@@ -279,7 +306,8 @@ def _answers(report: Report) -> list[MetricRow]:
     base, tuned = report.base_tally, report.tuned_tally
     if tuned is None or not tuned.asked:
         return []
-    rows = [*_right(report), *compared_rows(report), _counted("Exact match with the reference", base, tuned, "exact")]
+    compared = [replace(row, name=sentence_case(row.name.strip())) for row in compared_rows(report)]
+    rows = [*_right(report), *compared, _counted("Exact match with the reference", base, tuned, "exact")]
     hint = "0 to 1, word overlap with the reference"
     rows.append(_mean("Token F1, mean", base and base.f1, tuned.f1, hint=hint, style=".3f"))
     if tuned.refused or (base and base.refused):

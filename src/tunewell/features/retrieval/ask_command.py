@@ -1,6 +1,7 @@
 """`tunewell ask`: answer a question from an index."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 from tunewell.cli.commands.init import choose_model
@@ -8,7 +9,9 @@ from tunewell.cli.options import Argument, AsJson, Device, Option
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import AsIs, emit, json_text
 from tunewell.cli.screens.chat import escape_controls, sources_text
+from tunewell.core.files import is_url
 from tunewell.core.progress import Progress
+from tunewell.features.retrieval.records import read_index
 
 
 def command(
@@ -32,6 +35,8 @@ def command(
 ) -> None:
     """Answer a question from your documents, with the sources."""
     with progress_and_questions(can_ask=not json) as (progress, ask):
+        if not is_url(index):
+            read_index(Path(index))  # a missing one is reported before torch is imported
         progress(Progress("opening the index and the model"))
         from tunewell.features.retrieval.ask_workflow import open_retrieval_chat
         from tunewell.inference.chat import ChatOptions

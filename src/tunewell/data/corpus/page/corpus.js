@@ -43,7 +43,8 @@
       row.hidden = !fits || number > limit;
       if (!row.hidden && wanted) hits.push(...ranges(index, wanted));
     });
-    const all = wanted || split.value ? `${number} of ${rows.length} rows on this page` : `${rows.length} rows on this page`;
+    const total = `${rows.length} ${rows.length === 1 ? "row" : "rows"} on this page`;
+    const all = wanted || split.value ? `${number} of ${total}` : total;
     found.textContent = number > limit ? `${all}, the first ${limit} shown` : all;
     more.parentNode.hidden = number <= limit;
     if (window.Highlight && CSS.highlights) CSS.highlights.set("found", new Highlight(...hits));
