@@ -1,4 +1,4 @@
-"""Show the progress of a command on stderr: bars or a status line in a terminal, log lines elsewhere."""
+"""Show the progress of a command on stderr: a status line in a terminal, log lines elsewhere."""
 
 import sys
 import threading
@@ -15,54 +15,6 @@ _STAGE_LINE_SECONDS = 10.0
 _SHOWN_LEFT_SECONDS = 3.0
 """Shorter times are not worth a number on the screen."""
 _SURE_SHARE = 0.05
-
-
-@contextmanager
-def shown_progress() -> Iterator[ProgressListener]:
-    """Yield a listener that shows one progress bar per stage in a terminal, and log lines elsewhere."""
-    if is_interactive():
-        with _bar() as show:
-            yield show
-    else:
-        yield _lines()
-
-
-@contextmanager
-def _bar() -> Iterator[ProgressListener]:
-    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    started = time.monotonic()
-    with Bars(*columns, console=console(stderr=True), transient=True) as bars:
-
-        def show(progress: Progress) -> None:
-            if progress.stage not in tasks:
-                tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total or None, speed="")
-            speed = (
-                f"{count(int(progress.rows / max(time.monotonic() - started, 1e-9)))} rows/s" if progress.rows else ""
-            )
-            bars.update(tasks[progress.stage], completed=progress.done, total=progress.total or None, speed=speed)
-
-        yield show
-
-
-def _lines() -> ProgressListener:
-    started = last = time.monotonic()
-    stage = StageText()
-
-    def show(progress: Progress) -> None:
-        nonlocal last
-        stage(progress)
-        now = time.monotonic()
-        if now - last < _LINE_SECONDS:
-            return
-        last = now
-        rows = f"  {count(progress.rows)} rows, {count(int(progress.rows / (now - started)))} rows/s"
-        sys.stderr.write(f"{stage.text()}{rows if progress.rows else ''}\n")
-
-    return show
 
 
 class StageText:
@@ -101,6 +53,8 @@ class StageText:
             parts.append(f"about {duration(round(left))} left")
         elif not progress.total and self.stage_seconds >= _LINE_SECONDS:
             parts.append(duration(round(self.stage_seconds)))
+        if progress.rows:
+            parts.append(f"{count(progress.rows)} rows")
         return ", ".join(parts)
 
     def _seconds_left(self) -> float | None:
