@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from tunewell.cli.render import console, is_interactive
 from tunewell.core.progress import Progress, ProgressListener
@@ -72,10 +73,13 @@ def _amount(number: int, unit: str) -> str:
 
 
 @contextmanager
-def shown_stages() -> Iterator[ProgressListener]:
-    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal."""
+def shown_stages(*, quiet_seconds: float = 0.0) -> Iterator[ProgressListener]:
+    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal.
+
+    No log line is written in the first `quiet_seconds`.
+    """
     if not is_interactive():
-        with _stage_lines() as show:
+        with _stage_lines(quiet_seconds) as show:
             yield show
         return
     from rich.live import Live
@@ -87,15 +91,21 @@ def shown_stages() -> Iterator[ProgressListener]:
         yield text
 
 
+shown_progress = partial(shown_stages, quiet_seconds=_LINE_SECONDS)
+"""For commands that are usually quick: their log has lines only if they take longer."""
+
+
 @contextmanager
-def _stage_lines() -> Iterator[ProgressListener]:
+def _stage_lines(quiet_seconds: float) -> Iterator[ProgressListener]:
     """Write a line when a stage begins, and one every few seconds while it lasts, also if it reports nothing."""
     text, lock, is_over = StageText(), threading.Lock(), threading.Event()
-    last_time = 0.0
+    last_time, started = 0.0, time.monotonic()
 
     def write() -> None:
         nonlocal last_time
         last_time = time.monotonic()
+        if last_time - started < quiet_seconds:
+            return
         sys.stderr.write(text.text() + "\n")
         sys.stderr.flush()
 

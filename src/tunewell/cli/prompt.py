@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from tunewell.cli.progress import shown_stages
+from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import folded_table, hanging, one_line
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.questions import Asker, MenuQuestion
@@ -21,7 +21,7 @@ def progress_and_questions(*, can_ask: bool = True) -> Iterator[tuple[ProgressLi
 
         def show(progress: Progress) -> None:
             if not shown:
-                shown.append(display.enter_context(shown_stages()))
+                shown.append(display.enter_context(shown_progress()))
             shown[0](progress)
 
         def ask(question: MenuQuestion) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tunewell.cli.progress import shown_stages
+from tunewell.cli.progress import shown_progress
 from tunewell.cli.screens.run_state import RunState
 from tunewell.cli.screens.training import shown_training
 from tunewell.core.html import render
@@ -50,7 +50,7 @@ def _listeners(progress: Show, *, is_training: bool) -> Iterator[Listener]:
         with shown_training() as screen:
             yield screen
     else:
-        with shown_stages() as show:
+        with shown_progress() as show:
             yield lambda event: show(event) if isinstance(event, Progress) else None
 
 

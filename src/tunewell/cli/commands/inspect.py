@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunewell.cli.options import Argument, AsJson, ConfigOptions, Option, TokenizerModel
-from tunewell.cli.progress import shown_stages
+from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import (
     bar_table,
     cell_width,
@@ -60,7 +60,7 @@ def command(
 
     loaded = given.load(model=model)
     if html is not None:
-        with shown_stages() as progress:
+        with shown_progress() as progress:
             num_bytes = write_page(
                 html, path, loaded, wanted=document or (), num_rows=show, is_held_out=held_out, progress=progress
             )
@@ -68,7 +68,7 @@ def command(
         emit(json_text({"page": str(html), "bytes": num_bytes}) if json else hanging("wrote ", written))
         return
     wanted = document or range(2 if show is None else show)
-    with shown_stages() as progress:
+    with shown_progress() as progress:
         inspection = inspect(path, loaded, wanted=wanted, is_held_out=held_out, progress=progress)
     if json:
         emit(json_text(inspection.as_json()))

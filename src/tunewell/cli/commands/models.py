@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from tunewell.cli.options import Argument, AsJson, Option
-from tunewell.cli.progress import shown_stages
+from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, json_text
 
 
@@ -20,7 +20,7 @@ def command(
     """
     from tunewell.workflows.models import models
 
-    with shown_stages() as progress:
+    with shown_progress() as progress:
         result = models(data, names=tuple(model or ()), progress=progress)
     if json:
         emit(json_text(result.as_json()))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunewell.cli.options import AsJson, ConfigOptions, DataPaths, Option, TokenizerModel
-from tunewell.cli.progress import shown_stages
+from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import corpus_rows
 from tunewell.core.units import duration
@@ -31,7 +31,7 @@ def command(
     from tunewell.workflows.prepare import prepare
 
     loaded = given.load(model=model, data=data, out=out)
-    with shown_stages() as progress:
+    with shown_progress() as progress:
         result = prepare(loaded, progress=progress)
     train = given.train_command(model=model, data=data, sets=[f"corpus={out}"] if out else ())
     emit(json_text(result.as_json()) if json else screen(result, has_details=details, train=train))

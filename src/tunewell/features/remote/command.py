@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunewell.cli.options import Argument, AsJson, ConfigFile, Option, Sets
-from tunewell.cli.progress import shown_stages
+from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, ending, hanging, json_text, table, width
 from tunewell.core.units import count, size_bytes
 
@@ -33,7 +33,7 @@ def command(
     from tunewell.features.remote.push_workflow import push
 
     storage = load_config(config, set_ or ()).config.storage
-    with shown_stages() as progress:
+    with shown_progress() as progress:
         result = push(place, to, storage=storage, is_public=public, is_dry_run=dry_run, out=out, progress=progress)
     emit(json_text(result.as_json()) if json else _screen(result))
 

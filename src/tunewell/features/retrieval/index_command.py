@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunewell.cli.options import Argument, AsJson, Option
-from tunewell.cli.progress import shown_stages
+from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, folded_table, hanging, json_text, one_line
 from tunewell.core.units import count, duration
 
@@ -38,7 +38,7 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Make documents searchable, so that a model can answer from them."""
-    with shown_stages() as progress:
+    with shown_progress() as progress:
         from tunewell.features.retrieval.index_workflow import index
 
         result = index(
