@@ -1,7 +1,7 @@
 """Read questions with their answers from rows, and find the answers in passages."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -17,7 +17,6 @@ from tunewell.data.sources.base import SourceOptions, find_files
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 
 _HERE = Path()
-_READ = ReadOptions(max_row_bytes=1 << 20, max_nesting=64)
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,7 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Sto
     """
     source = SourceConfig.model_validate(rows) if isinstance(rows, str) else rows
     path, found = source.path, list[Question]()
-    read = replace(
-        _READ,
-        text_rows=source.text_rows,
-        encoding=source.encoding,
-        limit=source.limit,
-        format=source.format,
-        paths=source.paths,
-        assistant=source.assistant,
-        gap_hours=source.gap_hours,
-        separator=source.separator,
-    )
+    read = ReadOptions.of(source, max_row_bytes=1 << 20, max_nesting=64)
     options = SourceOptions(storage or Storage(), source.config, source.split, has_limit=source.limit is not None)
     files = find_files(path, base=base, options=options)
     converter = Converter.of(source, FormatOptions(labels_of(source, partial(parsed_rows, files, read))))

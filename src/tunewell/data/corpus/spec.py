@@ -203,16 +203,11 @@ def _find_tokenized(path: str, base: Path) -> list[SourceFile] | None:
 def read_options(data: Data, index: int) -> ReadOptions:
     """Return how the files of one source are read. The held-out file is read like the first, but without a limit."""
     clean, source = data.clean, data.sources[max(index, 0)]
-    return ReadOptions(
-        *(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding),
-        limit=None if index == HELD_OUT_FILE else source.limit,
-        # A function gets the rows as they are, unless the format is set.
-        format="messages" if source.map is not None and source.format == "auto" else source.format,
-        paths=source.paths,
-        assistant=source.assistant,
-        gap_hours=source.gap_hours,
-        separator=source.separator,
-    )
+    read = ReadOptions.of(source, clean.max_row_bytes, clean.max_nesting)
+    if index == HELD_OUT_FILE:
+        read = replace(read, limit=None)
+    # A function gets the rows as they are, unless the format is set.
+    return replace(read, format="messages") if source.map is not None and source.format == "auto" else read
 
 
 def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: list[SourceFile]) -> RowPipeline:
