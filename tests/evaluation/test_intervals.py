@@ -26,7 +26,6 @@ def test_without_clusters_the_sign_flip_test_is_the_sign_test():
     """Guards the exact test against the binomial formula."""
     differences = [1] * 7 + [-1] * 2 + [0] * 5
     ways = sum(math.comb(9, number) for number in range(7, 10))
-    assert sign_flip_p(differences, range(14), side="greater") == pytest.approx(ways / 2**9)
     assert sign_flip_p(differences, range(14)) == pytest.approx(2 * ways / 2**9)
 
 
@@ -132,7 +131,6 @@ def test_clusters_are_facts_and_pages():
     ]
     keys = answer_keys(rows)
     assert find_clusters(keys) == [0, 0, 1, 2, 3, 3]
-    assert find_clusters(keys, pages=["alder", "alder", "alder", None, "a", "b"]) == [0, 0, 0, 1, 2, 2]
     assert find_clusters([]) == []
     texts = ["I loved this film", "A dull evening", "Great food and music", "Never again", "My best day this year"]
     moods = [ReferenceRow(f"What is the sentiment of: {text}?", "The sentiment is positive.") for text in texts]

@@ -1,10 +1,11 @@
-"""Show the progress of a command on stderr: bars or a status line in a terminal, log lines elsewhere."""
+"""Show the progress of a command on stderr: a status line in a terminal, log lines elsewhere."""
 
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from tunewell.cli.render import console, is_interactive
 from tunewell.core.progress import Progress, ProgressListener
@@ -15,54 +16,6 @@ _STAGE_LINE_SECONDS = 10.0
 _SHOWN_LEFT_SECONDS = 3.0
 """Shorter times are not worth a number on the screen."""
 _SURE_SHARE = 0.05
-
-
-@contextmanager
-def shown_progress() -> Iterator[ProgressListener]:
-    """Yield a listener that shows one progress bar per stage in a terminal, and log lines elsewhere."""
-    if is_interactive():
-        with _bar() as show:
-            yield show
-    else:
-        yield _lines()
-
-
-@contextmanager
-def _bar() -> Iterator[ProgressListener]:
-    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    started = time.monotonic()
-    with Bars(*columns, console=console(stderr=True), transient=True) as bars:
-
-        def show(progress: Progress) -> None:
-            if progress.stage not in tasks:
-                tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total or None, speed="")
-            speed = (
-                f"{count(int(progress.rows / max(time.monotonic() - started, 1e-9)))} rows/s" if progress.rows else ""
-            )
-            bars.update(tasks[progress.stage], completed=progress.done, total=progress.total or None, speed=speed)
-
-        yield show
-
-
-def _lines() -> ProgressListener:
-    started = last = time.monotonic()
-    stage = StageText()
-
-    def show(progress: Progress) -> None:
-        nonlocal last
-        stage(progress)
-        now = time.monotonic()
-        if now - last < _LINE_SECONDS:
-            return
-        last = now
-        rows = f"  {count(progress.rows)} rows, {count(int(progress.rows / (now - started)))} rows/s"
-        sys.stderr.write(f"{stage.text()}{rows if progress.rows else ''}\n")
-
-    return show
 
 
 class StageText:
@@ -101,6 +54,8 @@ class StageText:
             parts.append(f"about {duration(round(left))} left")
         elif not progress.total and self.stage_seconds >= _LINE_SECONDS:
             parts.append(duration(round(self.stage_seconds)))
+        if progress.rows:
+            parts.append(f"{count(progress.rows)} rows")
         return ", ".join(parts)
 
     def _seconds_left(self) -> float | None:
@@ -118,10 +73,13 @@ def _amount(number: int, unit: str) -> str:
 
 
 @contextmanager
-def shown_stages() -> Iterator[ProgressListener]:
-    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal."""
+def shown_stages(*, quiet_seconds: float = 0.0) -> Iterator[ProgressListener]:
+    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal.
+
+    No log line is written in the first `quiet_seconds`.
+    """
     if not is_interactive():
-        with _stage_lines() as show:
+        with _stage_lines(quiet_seconds) as show:
             yield show
         return
     from rich.live import Live
@@ -133,15 +91,21 @@ def shown_stages() -> Iterator[ProgressListener]:
         yield text
 
 
+shown_progress = partial(shown_stages, quiet_seconds=_LINE_SECONDS)
+"""For commands that are usually quick: their log has lines only if they take longer."""
+
+
 @contextmanager
-def _stage_lines() -> Iterator[ProgressListener]:
+def _stage_lines(quiet_seconds: float) -> Iterator[ProgressListener]:
     """Write a line when a stage begins, and one every few seconds while it lasts, also if it reports nothing."""
     text, lock, is_over = StageText(), threading.Lock(), threading.Event()
-    last_time = 0.0
+    last_time, started = 0.0, time.monotonic()
 
     def write() -> None:
         nonlocal last_time
         last_time = time.monotonic()
+        if last_time - started < quiet_seconds:
+            return
         sys.stderr.write(text.text() + "\n")
         sys.stderr.flush()
 

@@ -123,8 +123,10 @@ def read_text(path: Path, *, encoding: str = "utf-8", errors: str = "strict") ->
 
 
 def read_data(module: str, name: str) -> Any:
-    """Return the content of a TOML or JSON file of this package. It lies beside the `module`, a `__file__`."""
+    """Return the content of a TOML, JSON or JSONL file of this package. It lies beside the `module`, a `__file__`."""
     text = Path(module).with_name(name).read_text(encoding="utf-8")
+    if name.endswith(".jsonl"):
+        return [json.loads(line) for line in text.splitlines()]
     return tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
 
 

@@ -18,7 +18,6 @@ from tunewell.data.sources.base import SourceOptions, find_files
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 
 _HERE = Path()
-_READ = ReadOptions(max_row_bytes=1 << 20, max_nesting=64)
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,9 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Sto
     """
     source = SourceConfig.model_validate(rows) if isinstance(rows, str) else rows
     path, found = source.path, list[Question]()
-    read = replace(
-        _READ,
-        text_rows=source.text_rows,
-        encoding=source.encoding,
-        limit=source.limit,
-        format="messages" if source.map is not None and source.format == "auto" else source.format,
-        paths=source.paths,
-        assistant=source.assistant,
-        gap_hours=source.gap_hours,
-        separator=source.separator,
-    )
+    read = ReadOptions.of(source, max_row_bytes=1 << 20, max_nesting=64)
+    if source.map is not None and source.format == "auto":
+        read = replace(read, format="messages")
     options = SourceOptions(storage or Storage(), source.config, source.split, has_limit=source.limit is not None)
     files = find_files(path, base=base, options=options)
     converter = Converter.of(source, FormatOptions(labels_of(source, partial(parsed_rows, files, read))))

@@ -1,13 +1,13 @@
-"""Find the questions that depend on each other: those on one fact, or on one page.
+"""Find the questions that depend on each other: those on one fact.
 
 question                                        reference                       cluster
 When is Alderhollow's deadline?                 The deadline is 15 January.     0
 By when must I apply to Alderhollow?            The deadline is 15 January.     0
-What is Alderhollow known for?                  Its food chemistry.             1      (0 if both have the same page)
+What is Alderhollow known for?                  Its food chemistry.             1
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tunewell.core.text import split_words
 from tunewell.scoring.answer_keys import AnswerKey, content_words
@@ -21,15 +21,14 @@ _MIN_FREQUENT, _MAX_FREQUENT = 10, 50
 """Words of more questions than this say nothing about a fact: a fifth of the questions, but within these limits."""
 
 
-def find_clusters(keys: Sequence[AnswerKey], *, pages: Sequence[Hashable | None] = ()) -> list[int]:
-    """Return the cluster number of each question; `pages` are the pages that answer the questions, if they are known.
+def find_clusters(keys: Sequence[AnswerKey]) -> list[int]:
+    """Return the cluster number of each question.
 
-    Questions are in one cluster if they have the same page, or the same reference and either name its subject or are
-    similar.
+    Questions are in one cluster if they have the same reference and either name its subject or are similar.
     """
     clusters = list(range(len(keys)))
     members = {index: [index] for index in clusters}
-    for pair in _related(keys, pages):
+    for pair in _related(keys):
         low, high = sorted(clusters[index] for index in pair)
         if low != high:
             members[low] += members[high]
@@ -39,12 +38,8 @@ def find_clusters(keys: Sequence[AnswerKey], *, pages: Sequence[Hashable | None]
     return [numbers.setdefault(cluster, len(numbers)) for cluster in clusters]
 
 
-def _related(keys: Sequence[AnswerKey], pages: Sequence[Hashable | None]) -> Iterator[tuple[int, int]]:
+def _related(keys: Sequence[AnswerKey]) -> Iterator[tuple[int, int]]:
     """Yield pairs of related questions, enough to connect each cluster."""
-    first_of_page: dict[Hashable, int] = {}
-    for index, page in enumerate(pages):
-        if page is not None and page != "":
-            yield first_of_page.setdefault(page, index), index
     by_reference = defaultdict[tuple[str, ...], list[int]](list)
     for index, key in enumerate(keys):
         by_reference[tuple(split_words(key.reference or key.text))].append(index)

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 from tunewell.config.rules import VerdictRules
+from tunewell.core.files import read_data
 from tunewell.core.text import fold, split_words
 from tunewell.core.units import percent
 from tunewell.evaluation.intervals import compare_pair
-from tunewell.evaluation.tables import read_table
 from tunewell.records.report import Forgotten, LossPair, OrdinaryAnswer
 from tunewell.scoring.base import without_thinking
 from tunewell.scoring.matching import is_refusal
@@ -32,7 +32,7 @@ _USUAL_VOCABULARY = 32_000
 
 def everyday_texts() -> list[str]:
     """Return text passages of many kinds, mostly in English, some in German, French and Spanish."""
-    return [row["text"] for row in read_table("everyday.jsonl")]
+    return [row["text"] for row in read_data(__file__, "everyday.jsonl")]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ _REFUSES = re.compile(
 @cache
 def instructions() -> tuple[Instruction, ...]:
     """Return the everyday instructions and greetings."""
-    return tuple(Instruction(**row) for row in read_table("instructions.jsonl"))
+    return tuple(Instruction(**row) for row in read_data(__file__, "instructions.jsonl"))
 
 
 def ordinary_answers(base: Sequence[str], tuned: Sequence[str]) -> list[OrdinaryAnswer]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -120,9 +120,7 @@ def difference_record(found: PairedDifference) -> DifferenceRecord:
     return DifferenceRecord(**vars(found), result=found.describe())
 
 
-def sign_flip_p(
-    differences: Sequence[float] | Values, clusters: Sequence[int], *, side: Literal["both", "greater"] = "both"
-) -> float:
+def sign_flip_p(differences: Sequence[float] | Values, clusters: Sequence[int]) -> float:
     """Return the p-value of the hypothesis that the differences are as often positive as negative, by cluster.
 
     The sign of each cluster's sum is flipped: in all ways for few clusters, otherwise in 9,999 random ways with a fixed
@@ -134,13 +132,11 @@ def sign_flip_p(
         return 1.0
     if len(sums) <= _MAX_SIGN_TEST and np.ptp(np.abs(sums)) <= _ROUNDING:
         number, positive = len(sums), int((sums > 0).sum())
-        least = max(positive, number - positive) if side == "both" else positive
+        least = max(positive, number - positive)
         tail = sum(math.comb(number, index) for index in range(least, number + 1)) / 2**number
-        return min(1.0, 2 * tail) if side == "both" else tail
+        return min(1.0, 2 * tail)
     signs, is_exact = _sign_flips(len(sums))
-    flipped, observed = signs @ sums, sums.sum()
-    if side == "both":
-        flipped, observed = np.abs(flipped), abs(observed)
+    flipped, observed = np.abs(signs @ sums), abs(sums.sum())
     as_extreme = int((flipped >= observed - _ROUNDING).sum())
     return as_extreme / len(flipped) if is_exact else (as_extreme + 1) / (len(flipped) + 1)
 

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 
 from tunewell.config.rules import VerdictRules
+from tunewell.core.files import read_data
 from tunewell.core.text import shorten_line
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.held_out import num_auto
@@ -17,10 +18,11 @@ from tunewell.evaluation.measurements import (
     quote_answer,
     short_loss,
 )
-from tunewell.evaluation.tables import read_table
 from tunewell.records.manifest import MIN_TO_JUDGE
 from tunewell.records.report import DifferenceRecord, Reason
 
+TABLE = read_data(__file__, "reasons.jsonl")
+"""Codes and summaries of all reasons, causes before effects, with the faults or the measure of some."""
 SAME_LOGITS = 1e-4
 """Largest logit difference that can be a rounding error: a logit of 20 in fp32 is exact to 2e-6, and even a short
 training changes logits by hundredths."""
@@ -87,7 +89,7 @@ def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reas
     total = sum(bool(question.tuned.faults) for question in questions)
     if not _is_too_many(total, asked, rules):
         return
-    kinds = [row for row in read_table("reasons.jsonl") if "faults" in row]
+    kinds = [row for row in TABLE if "faults" in row]
     faulty = [[each for each in questions if set(each.tuned.faults) & set(kind["faults"])] for kind in kinds]
     most_frequent = max(faulty, key=len)
     for kind, found in zip(kinds, faulty, strict=True):
@@ -293,7 +295,7 @@ def held_out_loss(measured: Measurements, rules: VerdictRules) -> Iterator[Reaso
 
 def damage(measured: Measurements) -> Iterator[Reason]:
     """Yield a reason for each measure of forgetting beyond its limit."""
-    kinds = {row["measure"]: row for row in read_table("reasons.jsonl") if "measure" in row}
+    kinds = {row["measure"]: row for row in TABLE if "measure" in row}
     for found in measured.forgotten:
         if found.is_damaged:
             yield Reason(

@@ -15,11 +15,10 @@ from tunewell.core.text import shorten_line
 from tunewell.core.units import count
 from tunewell.evaluation import reasons
 from tunewell.evaluation.measurements import Measurements, bases_of, short_loss
-from tunewell.evaluation.tables import read_table
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Level, LossPair, Reason
 
-REASON_CODES: dict[str, str] = {row["code"]: row["summary"] for row in read_table("reasons.jsonl")}
+REASON_CODES: dict[str, str] = {row["code"]: row["summary"] for row in reasons.TABLE}
 """All reason codes, causes before effects, with a short text for the summary."""
 _EXPLAIN_ALL = ("weights_not_finite", "loss_not_finite", "nothing_changed")
 _EXPLAIN_WRONG = ("answers_nothing", "loops", "control_tokens")
@@ -28,7 +27,7 @@ _EXPLAINED = ("few_right", "none_right", "no_better_than_base", "majority_only")
 _NOTABLE = 0.2
 """Share of right answers from which the summary names a constant answer."""
 _RANKS = ("FAIL", "UNPROVEN", "WEAK")
-_DAMAGE = [row["code"] for row in read_table("reasons.jsonl") if "measure" in row]
+_DAMAGE = [row["code"] for row in reasons.TABLE if "measure" in row]
 _THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting", "max_lost")
 
 

@@ -225,12 +225,12 @@ def has_curve(lines: Sequence[Line]) -> bool:
     return any(len(drawable(line.held_out)) > _FEW for line in lines)
 
 
-def draw_curves(lines: Sequence[Line], *, width: int = 60, height: int = 12, is_ascii: bool = False) -> str:
+def draw_curves(lines: Sequence[Line], *, width: int = 60, is_ascii: bool = False) -> str:
     """Draw the held-out losses of several runs, each with the letter of the run at its evaluations."""
     curves, known = _cut_together(lines)
     if not known:
         return ""
-    plot = TextPlot(known, width, height, is_ascii=is_ascii)
+    plot = TextPlot(known, width, 12, is_ascii=is_ascii)
     for index, points in enumerate(curves[:MAX_LINES]):
         if len(points) > _FEW:
             plot.draw_line(points)

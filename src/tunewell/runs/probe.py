@@ -81,16 +81,16 @@ def sweep_sizes(outlook: Outlook) -> list[int]:
 
 
 def probe_run(
-    loaded: LoadedConfig, plan: Plan, outlook: Outlook, progress: ProgressListener, *, is_sweeping: bool = True
+    loaded: LoadedConfig, plan: Plan, outlook: Outlook, progress: ProgressListener
 ) -> tuple[ProbeResult | None, str]:
     """Measure a planned run, or return the cached result. Without a result, return the reason.
 
     Raises UserError if the engine refuses the run, for example because no layer has a name of `method.targets`.
     """
-    sizes = sweep_sizes(outlook) if is_sweeping else []
+    sizes = sweep_sizes(outlook)
     key = _key(loaded, plan, outlook)
     if (known := _CACHE.read(key)) is not None and (known.get("sizes") or not sizes):
-        return _result(known, plan, outlook), ""
+        return _result(known, outlook), ""
     if find_spec("torch") is None or find_spec("transformers") is None:
         return None, "torch is not installed"
     if outlook.work.shape.file_bytes is None and not (loaded.config.model or "").startswith("preset:"):
@@ -100,7 +100,7 @@ def probe_run(
     if report is None:
         return None, reason
     _CACHE.write(key, report)
-    return _result(report, plan, outlook), ""
+    return _result(report, outlook), ""
 
 
 def with_probe(planner: Planner, found: ProbeResult) -> Planner:
@@ -130,7 +130,7 @@ def with_probe(planner: Planner, found: ProbeResult) -> Planner:
 def cached_probe(loaded: LoadedConfig, plan: Plan, outlook: Outlook) -> ProbeResult | None:
     """Return what an earlier `plan` or run measured with the same settings on this machine, or None."""
     known = _CACHE.read(_key(loaded, plan, outlook))
-    return None if known is None else _result(known, plan, outlook)
+    return None if known is None else _result(known, outlook)
 
 
 def _run_child(
@@ -162,7 +162,7 @@ def _run_child(
     return (None, report["problem"]) if "problem" in report else (report, "")
 
 
-def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult:
+def _result(report: dict[str, Any], outlook: Outlook) -> ProbeResult:
     """Convert the report of the child to what a prediction uses."""
     work = outlook.work
     eager, compiled, largest = report["eager"], report.get("compiled"), report["largest"]

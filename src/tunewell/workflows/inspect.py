@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Data
@@ -14,7 +14,6 @@ from tunewell.core.plot import BarChart
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.page import MAX_ROWS, CorpusPage
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.data.corpus.source_rows import SourceRows
 from tunewell.data.corpus.views import CorpusViews, DocumentView, PairView
 from tunewell.records.manifest import MANIFEST, DroppedRow, Manifest, SecretRow
 from tunewell.scoring.answer_keys import AnswerKey, ReferenceRow, answer_keys
@@ -70,15 +69,12 @@ class Inspection:
         return {**named, **manifest, "shown": documents, "near_pairs": pairs, **examples}
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A corpus, its name on the screen, and where its source files may be."""
+class _Opened(NamedTuple):
+    """A corpus, and its name on the screen."""
 
     corpus: Corpus
     name: str
     is_corpus: bool
-    data: Data
-    bases: Sequence[Path]
 
 
 def inspect(
@@ -139,9 +135,8 @@ def write_page(
         raise UserError(f"there is no folder `{file.parent}`", fix="create it, or choose another folder")
     with _open(path, loaded, progress) as opened:
         _require_documents(wanted, _num_documents(opened.corpus, is_held_out))
-        rows = SourceRows(opened.corpus.manifest, opened.data, opened.bases)
         name = Path(opened.name).name if Path(opened.name).is_absolute() else opened.name
-        page = CorpusPage(CorpusViews(opened.corpus, is_joined=True), rows, name=name, is_corpus=opened.is_corpus)
+        page = CorpusPage(CorpusViews(opened.corpus, is_joined=True), name=name, is_corpus=opened.is_corpus)
         text = page.render(
             wanted, num_rows=MAX_ROWS if num_rows is None else min(num_rows, MAX_ROWS), is_held_out=is_held_out
         )
@@ -155,8 +150,7 @@ def _open(path: str | None, loaded: LoadedConfig, progress: ProgressListener) ->
     target = loaded.base / path if path else loaded.path(loaded.config.corpus)
     data = loaded.config.data
     if (target / MANIFEST).is_file():
-        bases = [loaded.base, target.resolve().parent]
-        yield _Opened(open_corpus(target, verify=True), str(path or loaded.config.corpus), True, data, bases)
+        yield _Opened(open_corpus(target, verify=True), str(path or loaded.config.corpus), True)
         return
     if path is None and not data.sources:
         raise UserError(
@@ -168,7 +162,7 @@ def _open(path: str | None, loaded: LoadedConfig, progress: ProgressListener) ->
         data = Data.model_validate(data.model_dump() | {"sources": [first]})
     name = path or ", ".join(source.path for source in data.sources)
     with temporary_corpus(loaded, {"data": data.model_dump()}, progress) as corpus:
-        yield _Opened(corpus, name, False, data, [loaded.base])
+        yield _Opened(corpus, name, False)
 
 
 def _num_documents(corpus: Corpus, is_held_out: bool) -> int:

@@ -111,16 +111,14 @@ def test_the_counts_on_the_page_are_those_of_the_manifest(folder):
     assert str(folder) not in text
 
 
-def test_each_reason_has_an_example_from_the_source(folder):
-    """Guards the examples: the text of the row, not only its number."""
-    rows = (folder / "rows.jsonl").read_text().splitlines()
-    text = Page(page_of(folder)).text
+def test_each_reason_names_its_first_row(folder):
+    """Guards the rows to look at: a reason without a row says what, and not where."""
+    text = " ".join(Page(page_of(folder)).text.split())
     corpus = open_corpus(folder / "corpus")
     firsts = {row.reason: row for row in reversed(list(corpus.dropped_rows()))}
+    assert len(firsts) >= 5
     for row in firsts.values():
-        if row.reason != "bad_text":  # its invisible characters are shown by their numbers
-            assert json.dumps(json.loads(rows[row.row - 1]), ensure_ascii=False)[:200] in text, row
-    assert "bad_text" in firsts and "\\u0000script" in text
+        assert f"{row.source} row {row.row}" in text, row
 
 
 def test_supervised_text_on_the_page_is_the_replies(folder):
@@ -136,7 +134,7 @@ def test_supervised_text_on_the_page_is_the_replies(folder):
 
 
 def test_hostile_rows_add_no_element_and_no_attribute(folder, tmp_path_factory, tiny_model, monkeypatch):
-    """Guards against rows that become part of the page, in masks, examples and pairs."""
+    """Guards against rows that become part of the page, in masks and pairs."""
     plain = tmp_path_factory.mktemp("plain")
     monkeypatch.chdir(plain)
     harmless = [f"plain text {number} \0" if number < 3 else f"plain {number}" for number in range(len(PAYLOADS))]
@@ -168,7 +166,7 @@ def test_the_policy_allows_only_the_page_s_own_style_and_script(folder):
 
 @pytest.mark.parametrize("action", ["warn", "redact", "drop"])
 def test_no_secret_is_in_clear(tmp_path, monkeypatch, tiny_model, action):
-    """Guards pages that are mailed around, also examples of dropped rows and pairs."""
+    """Guards pages that are mailed around, also details of dropped rows and pairs."""
     monkeypatch.chdir(tmp_path)
     rows = dirty_rows(SECRETS)
     pair = good_row(77)
@@ -199,16 +197,6 @@ def test_a_row_whose_secret_the_tokenizer_changed_is_not_shown(tmp_path, monkeyp
     assert html.count("Not shown: the row contains secrets") == 3 and len(Masks(html).runs) == 1
 
 
-@pytest.mark.parametrize(("change", "remark"), [("edit", "has changed since it was read"), ("remove", "was not found")])
-def test_examples_of_a_source_that_is_gone_or_changed_have_a_remark(folder, change, remark):
-    """Guards against examples of other rows than those that were dropped."""
-    source = folder / "rows.jsonl"
-    source.unlink() if change == "remove" else source.write_text(source.read_text().replace("an answer", "an apple"))
-    text = Page(page_of(folder)).text
-    assert f"rows.jsonl {remark}" in text
-    assert "an apple" not in text and "an answer" not in text
-
-
 @pytest.mark.slow
 def test_a_large_corpus_gives_a_small_page(tmp_path, monkeypatch, tiny_model):
     """Guards the size: 200 rows, and long ones without their middle. Every source and both splits are there."""
@@ -228,11 +216,12 @@ def test_a_large_corpus_gives_a_small_page(tmp_path, monkeypatch, tiny_model):
     assert [len(Masks(page_of(tmp_path, "--document", "3")).runs)] == [1]
 
 
-def test_near_pairs_are_shown_with_their_difference(folder):
-    """Guards pairs of dropped rows, whose text is read from the source."""
+def test_near_pairs_are_shown_with_their_difference(folder, tiny_model):
+    """Guards the pairs: which words differ is what people look for. Of dropped rows only the numbers are left."""
+    assert re.search(r"\d\d\.\d% the same.*, dropped", page_of(folder))
+    prepare_in(folder, tiny_model, Path("rows.jsonl"), "data.held_out=0.2")
     html = page_of(folder)
     assert "<ins>five</ins>" in html and "<ins>4</ins>" in html
-    assert re.search(r"\d\d\.\d% the same", html)
 
 
 def test_the_page_of_a_row_file_is_all_that_is_written(folder, tiny_model, capsys):
@@ -246,7 +235,7 @@ def test_the_page_of_a_row_file_is_all_that_is_written(folder, tiny_model, capsy
         "bytes": (folder / "new.html").stat().st_size,
     }
     assert {path for path in folder.rglob("*") if path.is_file()} - before == {folder / "new.html"}
-    assert "an answer" in (folder / "new.html").read_text(encoding="utf-8")
+    assert "Then 4." in Page((folder / "new.html").read_text(encoding="utf-8")).text
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "corpus", "missing/page.html"])

@@ -21,12 +21,12 @@ _ONE_LINE = 60
 _MIN_COLUMNS = 20
 
 
-def verdict_screen(report: "Report", *, has_examples: bool = True) -> str:
+def verdict_screen(report: "Report") -> str:
     """Return a report as one screen."""
     from tunewell.evaluation.report.view import field_rows
 
     parts = [_head(report), "", _metrics(report)]
-    if has_examples and (examples := _examples(report)):
+    if examples := _examples(report):
         parts += ["", examples]
     if report.judge is not None and report.judge.origins:
         parts += ["", _judge_lines(report.judge)]
@@ -165,13 +165,9 @@ def _cut_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _mark_of(answer: "Answer") -> str:
-    mark = _mark(answer.right, answer.faults)
-    return mark.replace("wrong", "refused", 1) if answer.is_refusal else mark
+    from tunewell.evaluation.report.view import answer_mark
 
-
-def _mark(is_right: bool | None, faults: Sequence[str] = ()) -> str:
-    marks = [] if is_right is None else ["right" if is_right else "wrong"]
-    return ", ".join([*marks, *(fault.replace("_", " ") for fault in faults[:1])])
+    return ", ".join(filter(None, [answer_mark(answer), *(fault.replace("_", " ") for fault in answer.faults[:1])]))
 
 
 def _right(counts: "AnswerCounts | None") -> str:
@@ -208,5 +204,5 @@ def _growth(pair: "LossPair") -> str:
     return f"{growth}, perplexity {change}" if change else growth
 
 
-def _number(value: float | None, is_share: bool = False) -> str:
-    return "-" if value is None else f"{value:.0%}" if is_share else f"{value:.4f}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -18,37 +18,36 @@ from tunewell.config.glossary import entries
 from tunewell.core.html import page_environment, visible
 from tunewell.core.redact import hide_secrets, secret_spans
 from tunewell.core.units import count
-from tunewell.data.corpus.source_rows import RowKey, SourceRows
 from tunewell.data.corpus.views import CorpusViews, DocumentView, PairView
 from tunewell.records.manifest import DroppedRow, SourceRecord
 
 MAX_ROWS = 200
 """Sampled documents on a page."""
 _HELD_OUT_SHARE = 0.25
-_MAX_EXAMPLES = 3
+_MAX_DROPPED = 3
+"""Rows of each reason."""
 _MAX_PAIRS = 20
 _MAX_SECRET_ROWS = 20
 _MAX_SOURCES = 100
 _TOKENS_AT_START, _TOKENS_AT_END = 400, 200
-_EXAMPLE_CHARS = 1200
 _CONTEXT_CHARS = 80
 _WORDS_BEFORE, _WORDS_SHOWN = 30, 160
 _NOT_SHOWN = "(not shown: its secrets cannot be located in its tokens)"
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 
 
-Example = tuple[DroppedRow, str, str]
-"""A dropped row, its text, and a remark if there is no text."""
+RowKey = tuple[str, int]
+"""The name of a source file in the manifest, and the number of the row."""
 
 
 class CorpusPage:
     """The content of the page."""
 
-    def __init__(self, views: CorpusViews, rows: SourceRows, *, name: str, is_corpus: bool = True) -> None:
+    def __init__(self, views: CorpusViews, *, name: str, is_corpus: bool = True) -> None:
         """If `is_corpus` is False, the corpus is temporary, and the page names none of its files."""
         self.name, self.is_corpus = name, is_corpus
         self.manifest, self.lengths = views.corpus.manifest, views.length_chart()
-        self._views, self._rows = views, rows
+        self._views = views
 
     def render(self, wanted: Sequence[int] = (), *, num_rows: int = MAX_ROWS, is_held_out: bool = False) -> str:
         """Return the page with the wanted documents and a sample; the output is deterministic."""
@@ -143,18 +142,13 @@ class CorpusPage:
             return {}
         return {(secret.source, secret.row): secret.kinds for secret in self._views.corpus.secret_rows()}
 
-    def _drop_reasons(self) -> list[tuple[str, int, list[Example]]]:
-        """Return the reasons, the most frequent first, with the first rows of each as examples."""
-        counts, chosen = self.manifest.dropped, self._views.dropped(_MAX_EXAMPLES)
-        texts = self._rows.read((row.source, row.row) for rows in chosen.values() for row in rows)
+    def _drop_reasons(self) -> list[tuple[str, int, list[DroppedRow]]]:
+        """Return the reasons, the most frequent first, with the first rows of each."""
+        counts = self.manifest.dropped
         return [
-            (reason, counts[reason], [self._example(row, texts) for row in rows]) for reason, rows in chosen.items()
+            (reason, counts[reason], [_without_secrets(row) for row in rows])
+            for reason, rows in self._views.dropped(_MAX_DROPPED).items()
         ]
-
-    def _example(self, row: DroppedRow, texts: dict[RowKey, str]) -> Example:
-        text = texts.get((row.source, row.row))
-        shown = row.model_copy(update={"detail": hide_secrets(row.detail, Counter())})
-        return shown, _cut(text or ""), "" if text is not None else self._rows.problem(row.source)
 
     def _sources(self) -> list[tuple[SourceRecord, float, float]]:
         """Return the sources with their shares of the training documents and of the supervised tokens."""
@@ -164,20 +158,12 @@ class CorpusPage:
         entries = list(zip(records, *shares, strict=True))
         return sorted(entries, key=lambda entry: -entry[1]) if len(entries) > _MAX_SOURCES else entries
 
-    def _pairs(self) -> list[tuple[PairView, tuple[Markup, Markup] | None, str]]:
-        """Return the most similar pairs with their texts, in which the differences are marked, or a remark."""
-        views = self._views.pairs(_MAX_PAIRS)
-        texts = self._rows.read(key for view in views if view.documents is None for key in _keys(view))
-        shown: list[tuple[PairView, tuple[Markup, Markup] | None, str]] = []
-        for view in views:
-            first, second = _keys(view)
-            if view.documents is not None:
-                shown.append((view, _differences(*(self._safe_text(document) for document in view.documents)), ""))
-            elif first in texts and second in texts:
-                shown.append((view, _differences(texts[first], texts[second]), ""))
-            else:
-                shown.append((view, None, self._rows.problem(second[0] if first in texts else first[0])))
-        return shown
+    def _pairs(self) -> list[tuple[PairView, tuple[Markup, Markup] | None]]:
+        """Return the most similar pairs with their texts, in which the differences are marked; None if dropped."""
+        return [
+            (view, view.documents and _differences(*map(self._safe_text, view.documents)))
+            for view in self._views.pairs(_MAX_PAIRS)
+        ]
 
     def _safe_text(self, view: DocumentView) -> str:
         """Return the text of a document with `[kind]` instead of each secret."""
@@ -201,20 +187,12 @@ class CorpusPage:
         return shown
 
 
-def _keys(view: PairView) -> tuple[RowKey, RowKey]:
-    pair = view.pair
-    return (pair.source, pair.row), (pair.similar_source, pair.similar_row)
+def _without_secrets(row: DroppedRow) -> DroppedRow:
+    return row.model_copy(update={"detail": hide_secrets(row.detail, Counter())})
 
 
 def _meaning(name: str) -> str:
     return entries().get(name) or entries().get(name.replace("_", " "), "")
-
-
-def _cut(text: str) -> str:
-    """Return a text without its middle if it is long."""
-    left = len(text) - _EXAMPLE_CHARS
-    half = _EXAMPLE_CHARS // 2
-    return text if left <= 0 else f"{text[:half]}\n[... {count(left, 'character')} not shown ...]\n{text[-half:]}"
 
 
 def _replaced(

@@ -22,7 +22,6 @@ from tunewell.data.rows.classification import find_labels, is_numeric, labels_of
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import (
-    TOKENIZED,
     UNREADABLE,
     SourceFile,
     SourceOptions,
@@ -169,8 +168,7 @@ def _file_remarks(path: str, base: Path) -> Iterator[str]:
         return
     if shards := _find_tokenized(path, base):
         files, read = (Counter(file.name for file in some) for some in (find_files(path, base=base), shards))
-        # A prepared corpus has names of its own.
-        if not read - files and (others := [f"`{name}`" for name in (files - read).elements()]):
+        if others := [f"`{name}`" for name in (files - read).elements()]:
             yield f"{count(len(others), 'shard')} of a validation split not read: {listed(others)}"
         return
     if links := [f"`{name}`" for name in outside_links(path, base=base)]:
@@ -219,26 +217,20 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListe
 
 
 def _find_tokenized(path: str, base: Path) -> list[SourceFile] | None:
-    """Return the parts of a prepared corpus, or the shards of an earlier pipeline; None for rows."""
+    """Return the shards of an earlier pipeline, or None for rows."""
     from tunewell.data.corpus.old_shards import find_old_shards  # not needed for rows
-    from tunewell.data.corpus.prepared import find_prepared
 
-    return find_prepared(path, base) or find_old_shards(path, base)
+    return find_old_shards(path, base)
 
 
 def read_options(data: Data, index: int) -> ReadOptions:
     """Return how the files of one source are read. The held-out file is read like the first, but without a limit."""
     clean, source = data.clean, data.sources[max(index, 0)]
-    return ReadOptions(
-        *(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding),
-        limit=None if index == HELD_OUT_FILE else source.limit,
-        # A function gets the rows as they are, unless the format is set.
-        format="messages" if source.map is not None and source.format == "auto" else source.format,
-        paths=source.paths,
-        assistant=source.assistant,
-        gap_hours=source.gap_hours,
-        separator=source.separator,
-    )
+    read = ReadOptions.of(source, clean.max_row_bytes, clean.max_nesting)
+    if index == HELD_OUT_FILE:
+        read = replace(read, limit=None)
+    # A function gets the rows as they are, unless the format is set.
+    return replace(read, format="messages") if source.map is not None and source.format == "auto" else read
 
 
 def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: list[SourceFile]) -> RowPipeline:
@@ -246,10 +238,6 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
     data = loaded.config.data
     source, clean, read = data.sources[max(index, 0)], data.clean, read_options(data, index)
     masker = text.masker(source)
-    if any(file.format == TOKENIZED for file in files):
-        from tunewell.data.corpus.prepared import require_same_text  # not needed for rows
-
-        require_same_text(files, source, text.tokenizer, masker)
     marks_input = masker is not None and "has_input" in masker.template.source
     options = FormatOptions(labels=labels_of(source, partial(parsed_rows, files, read)), marks_input=marks_input)
     settings = {

@@ -133,7 +133,7 @@ def write_split(
 def _write_index(
     folder: Path, units: Units, packing: PackedSequences, documents: Documents, supervised: SmallInts
 ) -> None:
-    """Write the source, the row and the position of every unit, and its digests, with which corpora are mixed."""
+    """Write the source, the row and the position of every unit, and the digests of its document."""
     sequence, start = np.empty((2, len(units)), dtype=np.int32)
     in_sequence, lengths = np.diff(packing.starts), units.length[packing.order].astype(np.int64)
     starts = np.cumsum(lengths) - lengths

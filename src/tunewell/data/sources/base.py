@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from tunewell.config.rules import Storage
+from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.core.features import extension_entries
 from tunewell.core.files import hub_address, is_url, read_data, sha256_stream
@@ -106,7 +107,7 @@ UNREADABLE: dict[str, str] = TABLE["unreadable"]
 BINARY_FORMATS = ("parquet", "arrow", "zip", "excel")
 """Formats that compress internally and have no encoding."""
 TOKENIZED = "corpus"
-"""The format of sources that have tokens: a prepared corpus, packed shards."""
+"""The format of packed shards, sources that have tokens."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,22 @@ class ReadOptions:
     assistant: str | None = None
     gap_hours: float = 8.0
     separator: str = "auto"
+
+    @classmethod
+    def of(cls, source: SourceConfig, max_row_bytes: int, max_nesting: int) -> "ReadOptions":
+        """Return how the files of a source are read."""
+        return cls(
+            max_row_bytes,
+            max_nesting,
+            text_rows=source.text_rows,
+            encoding=source.encoding,
+            limit=source.limit,
+            format=source.format,
+            paths=source.paths,
+            assistant=source.assistant,
+            gap_hours=source.gap_hours,
+            separator=source.separator,
+        )
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ Model output is escaped, so it cannot open a table cell, mention a user, add a l
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 
-from tunewell.core.html import CODE, EMPTY, single_line, visible
+from jinja2 import Template
+
+from tunewell.core.html import CODE, EMPTY, page_environment, single_line, visible
 from tunewell.core.text import shorten
-from tunewell.core.units import count, date
 from tunewell.evaluation.report.view import (
     ELLIPSIS,
     FAULT_WORDS,
@@ -19,7 +21,7 @@ from tunewell.evaluation.report.view import (
     source_metrics,
     title,
 )
-from tunewell.records.report import Answer, AnsweredQuestion, Reason, Report
+from tunewell.records.report import Answer, AnsweredQuestion, Report
 
 _MAX_CELL, _MAX_SENTENCE, _MAX_BLOCK = 160, 600, 800
 """Maximum lengths in characters."""
@@ -36,21 +38,31 @@ _STARTS_BLOCK = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[-+]))(.)")
 
 def report_markdown(report: Report) -> str:
     """Return a report as Markdown; the output is deterministic."""
-    parts = [
-        f"## {report.verdict}: {escaped(report.subject.name)}, {escaped(title(report))}",
-        prose(report.summary),
-        f"Next: {prose(report.next)}" if report.next else "",
-        *_metrics(report),
-        *[part for reason in report.reasons[:_MAX_REASONS] for part in _reason(reason)],
-        *_and_more(len(report.reasons) - _MAX_REASONS, "reason"),
-        *_answers(report),
-        *_rows(report),
-        *_healing(report),
-        *_notes(report),
-        *_repeat(report),
-        f"<sub>{escaped(report.made_by)}, {escaped(date(report.made_at))}; all details are in `report.html`</sub>",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    sources = source_metrics(report)
+    metrics = all_metrics(report)
+    if len(sources) > 1:
+        metrics += [replace(row, name=f"Held-out loss of {row.name}") for _, row in sources[:_MAX_SOURCES]]
+    page = _template().render(
+        report=report,
+        title=title(report),
+        metrics=[(row.name, row.base, row.tuned, row.change) for row in metrics],
+        num_sources=len(sources),
+        answers=sorted_answers(report, num_selected=_NUM_SELECTED, max_answers=_NUM_MORE),
+        judged=judge_sentences(report),
+        answer_table=_answer_table,
+        max_sources=_MAX_SOURCES,
+        max_reasons=_MAX_REASONS,
+        max_notes=_MAX_NOTES,
+        max_commands=_MAX_COMMANDS,
+    )
+    return page.rstrip() + "\n"
+
+
+@lru_cache(maxsize=1)
+def _template() -> Template:
+    environment = page_environment("tunewell.evaluation.report")
+    environment.filters |= {"escaped": escaped, "cell": _cell, "sentence": prose, "fenced": fenced}
+    return environment.get_template("report.md")
 
 
 def escaped(value: object, max_chars: int = _MAX_CELL) -> str:
@@ -89,38 +101,11 @@ def fenced(value: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
-def _metrics(report: Report) -> list[str]:
-    metrics, sources = all_metrics(report), source_metrics(report)
-    if len(sources) > 1:
-        shown = [metric for _, metric in sources[:_MAX_SOURCES]]
-        metrics += [replace(each, name=f"Held-out loss of {each.name}") for each in shown]
-    if not metrics:
-        return []
-    rows = [(metric.name, metric.base, metric.tuned, metric.change) for metric in metrics]
-    return [_table(("", "base", "tuned", "change"), rows, right=3), *_and_more(len(sources) - _MAX_SOURCES, "source")]
-
-
-def _reason(reason: Reason) -> list[str]:
-    example = fenced(reason.example) if reason.example and reason.example.strip() else ""
-    return [f"**{reason.level}** {prose(reason.what)}", example, f"What to do: {prose(reason.next)}"]
-
-
-def _answers(report: Report) -> list[str]:
-    answers = sorted_answers(report, num_selected=_NUM_SELECTED, max_answers=_NUM_MORE)
-    if not answers.selected:
-        return []
-    more = [*answers.wrong, *answers.right]
-    head = f"### Answers to {count(len(report.exchanges), 'held-out question')}"
-    parts = [head, " ".join(map(prose, judge_sentences(report))), _answer_table(answers.selected)]
-    if more:
-        parts += [f"<details><summary>{count(len(more), 'more answer')}</summary>", _answer_table(more), "</details>"]
-    return [*parts, *_and_more(answers.left_out, "answer")]
-
-
-def _answer_table(questions: list[AnsweredQuestion]) -> str:
-    models = ("base", "tuned") if any(each.base for each in questions) else ("tuned",)
-    rows = [(each.question, each.reference, *(_answer(getattr(each, model)) for model in models)) for each in questions]
-    return _table(("question", "expected", *models), rows)
+def _answer_table(questions: list[AnsweredQuestion]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table of answers."""
+    models = ["base", "tuned"] if any(each.base for each in questions) else ["tuned"]
+    rows = [[each.question, each.reference, *(_answer(getattr(each, model)) for model in models)] for each in questions]
+    return ["question", "expected", *models], rows
 
 
 def _answer(answer: Answer | None) -> str:
@@ -129,42 +114,3 @@ def _answer(answer: Answer | None) -> str:
     faults = ", ".join(FAULT_WORDS[fault] for fault in answer.faults)
     mark = f"F1 {answer.f1:.2f}" if answer.right is None else answer_mark(answer)
     return f"{mark}{f' ({faults})' if faults else ''}: {answer.text.strip() or EMPTY}"
-
-
-def _rows(report: Report) -> list[str]:
-    counts = report.ledger
-    if counts is None:
-        return []
-    dropped = sum(counts.dropped.values())
-    end = "" if counts.rows == counts.total else " **Rows are missing.**"
-    selected = f" + {count(counts.selected)} for choosing checkpoints" if counts.selected else ""
-    used = f"{count(counts.documents)} used for training{selected} + {count(counts.held_out)} held out"
-    return [f"Data: {count(counts.rows, 'row')} = {used} + {count(dropped)} dropped.{end}"]
-
-
-def _healing(report: Report) -> list[str]:
-    lines = [f"- {prose(line)}" for line in (*report.healing, *(f"next time: {line}" for line in report.advice))]
-    return ["Problems during training:", "\n".join(lines)] if lines else []
-
-
-def _notes(report: Report) -> list[str]:
-    notes = [f"- {prose(note)}" for note in report.notes[:_MAX_NOTES]]
-    return ["\n".join(notes), *_and_more(len(report.notes) - _MAX_NOTES, "note")]
-
-
-def _repeat(report: Report) -> list[str]:
-    if not report.repeat:
-        return []
-    commands = "\n".join(visible(command) for command in report.repeat[:_MAX_COMMANDS])
-    return [f"<details><summary>How to repeat it</summary>\n\n{fenced(commands)}\n\n</details>"]
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], right: int = 0) -> str:
-    """Return a Markdown table; the last `right` columns are right-aligned."""
-    lines = [" | ".join(head), " | ".join([*["---"] * (len(head) - right), *["---:"] * right])]
-    lines += [" | ".join(_cell(cell) for cell in row) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def _and_more(number: int, noun: str) -> list[str]:
-    return [f"And {count(number, f'more {noun}')} in `report.html`."] if number > 0 else []

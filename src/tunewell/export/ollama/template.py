@@ -240,8 +240,8 @@ def _without_bos(bos: str, render: Render, *, has_bos: bool) -> Render:
     return render_without
 
 
-def _format_conversation(conversation: Sequence[Message], max_chars: int = 60) -> str:
+def _format_conversation(conversation: Sequence[Message]) -> str:
     """Format a conversation on one line; long messages and conversations are truncated."""
-    shown = [{**message, "content": shorten(message["content"], max_chars)} for message in conversation[:8]]
+    shown = [{**message, "content": shorten(message["content"], 60)} for message in conversation[:8]]
     more = f" and {len(conversation) - 8} more" if len(conversation) > 8 else ""
     return json.dumps(shown, ensure_ascii=False) + more

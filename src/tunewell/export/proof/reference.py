@@ -1,9 +1,7 @@
 """The reference of a verification: token ids, logits and answers of the trained model, and a sketch of every tensor."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedConfig
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file, sha256_text
+from tunewell.core.files import read_data, sha256_file, sha256_text
 from tunewell.core.options import WeightsOptions
 from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
 from tunewell.core.units import percent
@@ -197,8 +195,7 @@ def find_stop_ids(model: ChatModel) -> list[int]:
 
 def probe_messages() -> list[list[dict[str, str]]]:
     """Return the test conversations of every export: system prompts, several turns, scripts, spaces and digits."""
-    lines = files("tunewell.export.proof").joinpath("probes.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["messages"] for line in lines]
+    return [row["messages"] for row in read_data(__file__, "probes.jsonl")]
 
 
 def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKENS) -> tuple[int, str | None]:
