@@ -110,7 +110,7 @@ def changed_towers(base: MultimodalFolder, folder: Path, text: Mapping[str, Any]
     for path in base.weight_files:
         with safe_open(path, "pt") as old, safe_open(written[path.name], "pt") as new:
             for name in old.keys():  # noqa: SIM118  not a dict
-                if base.text_name(name) in text:
+                if base.text_name(name) != name or name in text:
                     continue
                 before, after = old.get_tensor(name), new.get_tensor(name)
                 is_same = before.dtype == after.dtype and torch.equal(_bytes(before), _bytes(after))
