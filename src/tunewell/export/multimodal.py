@@ -33,6 +33,10 @@ class MultimodalFolder:
     config: dict[str, Any]
     weight_files: tuple[Path, ...]
 
+    @property
+    def folder(self) -> Path:
+        return self.weight_files[0].parent
+
     def text_name(self, name: str) -> str:
         """Return the name in the text part of a weight in the folder's files."""
         for pattern, text in table()["text_parts"][self.config["model_type"]].items():
@@ -86,7 +90,7 @@ def write_multimodal(
         (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     _write_config(base, tensors, folder, dtype)
     for pattern in _KEPT:
-        for file in base.weight_files[0].parent.glob(pattern):
+        for file in base.folder.glob(pattern):
             shutil.copyfile(file, folder / file.name)
 
 
@@ -94,7 +98,7 @@ def _write_config(
     base: MultimodalFolder, tensors: Mapping[str, torch.Tensor], folder: Path, dtype: torch.dtype
 ) -> None:
     precision = {"dtype": str(dtype).removeprefix("torch.")}
-    config = {key: value for key, value in base.config.items() if key != "torch_dtype"} | precision
+    config: dict[str, Any] = {key: value for key, value in base.config.items() if key != "torch_dtype"} | precision
     text = {key: value for key, value in config.get("text_config", {}).items() if key != "torch_dtype"} | precision
     text["vocab_size"] = len(tensors["model.embed_tokens.weight"])  # it may have new tokens
     if "vocab_size" in config:

@@ -101,7 +101,7 @@ def text_part(config: PreTrainedConfig) -> TextPart | None:
     mapping = families.table()["text_parts"].get(config.model_type)
     if mapping is None:
         return None
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_multimodal = model_class is None or model_class.config_class is type(config)
     text = config.get_text_config()
     if is_multimodal:  # the head is tied as the whole model says
