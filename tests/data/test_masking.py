@@ -136,7 +136,6 @@ FOLLOWED = {
     "question in small letters": turns("m.content", "m.content | lower"),
     "question as JSON": turns("m.content", "m.content | tojson"),
     "question shown twice": turns("m.content", "m.content + ' (' + m.content + ')'"),
-    "question told again in the header": turns("'about ' + loop.previtem.content[:9] + ': ' + m.content"),
     "header glued to the words": turns("m.content").replace("+ '\n' }}", "}}"),
     "text before the end": turns("m.content + ' END'"),
     "generation block": turns("m.content").replace(
@@ -153,6 +152,13 @@ FOLLOWED = {
 def test_every_row_is_followed_through_a_template_that(name):
     num_done, num_refused = outcomes(FOLLOWED[name])
     assert (num_done, num_refused) == (len(ROWS), 0)
+
+
+def test_text_that_the_template_writes_between_the_header_and_a_reply_is_learned(tokenizer):
+    """The prompt ends with the header, so the model has to write this text as well."""
+    row = messages_of(("user", "weather now?"), ("assistant", "Sun."), ("user", "trams?"), ("assistant", "No."))
+    supervised = Ours(tokenizer, turns("loop.index ~ ' of ' ~ loop.length ~ ': ' + m.content")).supervised_text(row)
+    assert supervised == "2 of 4: Sun.<|im_end|>4 of 4: No.<|im_end|>"
 
 
 IN_DOUBT = {
@@ -413,18 +419,19 @@ THINKING = turns(
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [
-        ({"content": "Yes."}, "Yes."),
+        ({"content": "Yes."}, "<think>\n\n</think>\n\nYes."),
         ({"content": "Yes.", "reasoning_content": "\nhm\n"}, "<think>\nhm\n</think>\n\nYes."),
-        ({"content": "Yes.", "reasoning_content": ""}, "Yes."),
-        ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, "<call>f</call>"),
-        ({"content": "Yes.", "tool_calls": [{"function": {"name": "f"}}]}, "Yes.<call>f</call>"),
+        ({"content": "Yes.", "reasoning_content": ""}, "<think>\n\n</think>\n\nYes."),
+        ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, "<think>\n\n</think>\n\n<call>f</call>"),
+        ({"content": "Yes.", "tool_calls": [{"function": {"name": "f"}}]}, "<think>\n\n</think>\n\nYes.<call>f</call>"),
         (
             {"content": "", "thinking": "hm", "tool_calls": [{"function": {"name": "f"}}]},
             "<think>\nhm\n</think>\n\n<call>f</call>",
         ),
     ],
 )
-def test_a_frame_that_the_template_adds_on_its_own_is_given_and_not_learned(reply, expected, tokenizer):
+def test_a_frame_that_the_template_adds_after_the_prompt_is_learned(reply, expected, tokenizer):
+    """The model must write it: as context only, `chat` and every server would ask with a prompt that no row has."""
     row = Conversation([{"role": "user", "content": "q"}, {"role": "assistant", **reply}])
     assert Ours(tokenizer, THINKING).supervised_text(row) == expected + "<|im_end|>"
 
@@ -440,11 +447,11 @@ def test_thinking_that_the_row_wrote_into_its_reply_is_learned_with_its_frame(to
         "<think>\nhm\n</think>\n\nYes.": "<think>\nhm\n</think>\n\nYes.",
         "<think>hm</think>Yes.": "<think>\nhm\n</think>\n\nYes.",
         "<think>\n\n</think>\n\nYes.": "<think>\n\n</think>\n\nYes.",
-        "Yes.": "Yes.",
+        "Yes.": "<think>\n\n</think>\n\nYes.",
     }.items():
         assert ours.supervised_text(messages_of(("user", "q"), ("assistant", reply))) == expected + "<|im_end|>"
         earlier = messages_of(("user", "q"), ("assistant", reply), ("user", "q"), ("assistant", "No."))
-        assert ours.supervised_text(earlier) == "Yes.<|im_end|>No.<|im_end|>"
+        assert ours.supervised_text(earlier) == "Yes.<|im_end|><think>\n\n</think>\n\nNo.<|im_end|>"
 
 
 def test_thinking_that_the_template_drops_is_not_learned():
@@ -521,7 +528,7 @@ def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():
     plan, words = masker.plan(messages_of(("user", "q"), ("assistant", "a")))
     assert [piece.text for piece in plan.pieces if piece.is_marker] == CHATML_MARKERS * 2
     text = plan.fill(words)
-    assert [text[a:b] for a, b in learned_spans(plan, words)] == ["a<|im_end|>"]
+    assert [text[a:b] for a, b in learned_spans(plan, words)] == ["<think>\n\n</think>\n\na<|im_end|>"]
 
 
 def test_a_marker_that_is_read_only_beside_spaces_is_refused():

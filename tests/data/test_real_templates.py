@@ -74,7 +74,7 @@ def qwen3(conversation: Conversation) -> Pieces:
             if shows_thinking:
                 content = content.lstrip("\n")
                 frame = "<think>\n" + thinking.strip("\n") + "\n</think>\n\n"
-                pieces.append((frame, bool(thinking)))
+                pieces.append((frame, True))
             calls = "\n".join(
                 f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {tojson(call["arguments"])}}}\n</tool_call>'
                 for call in (call["function"] for call in message.get("tool_calls", []))
@@ -206,26 +206,28 @@ def test_ids_and_masks_of_real_templates(name, load, folder_of):
     ours.encoder.check_segmentation([PlannedDocument(*ours.masker.plan(row)) for row in rows[:40]])
 
 
-def test_qwen3_learns_thinking_that_the_row_wrote_and_not_the_empty_frame_it_adds(load):
+def test_qwen3_learns_thinking_that_the_row_wrote_and_the_empty_frame_it_adds(load):
     ours = load("qwen3")
     for reply, learned in {
-        "Yes.": "Yes.",
+        "Yes.": "<think>\n\n</think>\n\nYes.",
         "<think>\nhm\n</think>\n\nYes.": "<think>\nhm\n</think>\n\nYes.",
         "<think>hm</think>Yes.": "<think>\nhm\n</think>\n\nYes.",
         "<think>\n\n</think>\n\nYes.": "<think>\n\n</think>\n\nYes.",
-        "\n\nYes. ": "Yes. ",
+        "\n\nYes. ": "<think>\n\n</think>\n\nYes. ",
     }.items():
         assert ours.supervised_text(messages_of(("user", "q"), ("assistant", reply))) == learned + "<|im_end|>"
     earlier = messages_of(
         ("user", "q"), ("assistant", "<think>\nhm\n</think>\n\nYes."), ("user", "q"), ("assistant", "No.")
     )
-    assert ours.supervised_text(earlier) == "Yes.<|im_end|>No.<|im_end|>"
+    assert ours.supervised_text(earlier) == "Yes.<|im_end|><think>\n\n</think>\n\nNo.<|im_end|>"
 
 
-def test_qwen3_learns_a_call_without_the_empty_frame(load):
+def test_qwen3_learns_a_call_with_the_empty_frame(load):
     call = {"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}
     row = Conversation([{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}])
-    expected = '<tool_call>\n{"name": "f", "arguments": {"a": "<|im_end|>"}}\n</tool_call><|im_end|>'
+    expected = (
+        '<think>\n\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": "<|im_end|>"}}\n</tool_call><|im_end|>'
+    )
     assert load("qwen3").supervised_text(row) == expected
 
 

@@ -1,11 +1,14 @@
 """The catalogue of models, and what is suggested for a name that does not exist."""
 
+import dataclasses
+import datetime
 import re
 
 import pytest
 
 from tunewell.core.errors import UserError
 from tunewell.model_files.catalogue import catalogue, close_models, find_in_catalogue
+from tunewell.model_files.families import packing_of
 from tunewell.model_files.files import locate
 from tunewell.model_files.shape import shape_of_config
 
@@ -40,12 +43,23 @@ def test_the_shapes_give_the_parameters_of_the_cards():
 
 def test_every_entry_is_complete_and_unique():
     names = [model.name for model in catalogue()]
-    assert 12 <= len(names) == len(set(names)) <= 20
+    assert len(names) == len(set(names)) == 40
     for model in catalogue():
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", model.name)
         assert model.kind in ("chat", "base") and model.license and model.good_for and "en" in model.languages
-        assert 134e6 < model.num_parameters < 8.5e9 and model.context >= 8192
+        assert 134e6 < model.num_parameters < 22e9 and model.context >= 4096
         assert len(model.languages) <= model.num_languages
+        assert model.source and datetime.date.fromisoformat(model.read) >= datetime.date(2026, 11, 17)
+        facts = {field.name for field in dataclasses.fields(model)} | set(model.config)
+        assert set(model.unverified) <= facts, "unverified names a fact of the row"
+
+
+def test_every_entry_has_a_level_and_a_size_near_that_of_its_card():
+    """A family that is refused, or a wrong width, would make the comparison wrong."""
+    for model in catalogue():
+        assert packing_of(model.config).level
+        counted = shape_of_config(model.config).num_weights
+        assert 0.3 < counted / model.num_parameters < 1.6, model.name
 
 
 @pytest.mark.parametrize(

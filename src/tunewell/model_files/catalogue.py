@@ -25,13 +25,19 @@ class CatalogueModel:
     num_languages: int
     context: int
     config: dict[str, Any]
+    source: str
+    read: str
+    unverified: Sequence[str] = ()
+    millions: int = 0
     ollama: str = ""
     is_gated: bool = False
     purpose: str = "general"
 
     @property
     def num_parameters(self) -> int:
-        """Weights of embedding, head and linear layers, computed from the configuration."""
+        """The parameters that the card states, or the weights of embedding, head and linear layers."""
+        if self.millions:
+            return self.millions * 1_000_000
         own = self.config
         hidden, heads = own["hidden_size"], own["num_attention_heads"] + own["num_key_value_heads"]
         layer = 2 * hidden * own["head_dim"] * heads + 3 * hidden * own["intermediate_size"]

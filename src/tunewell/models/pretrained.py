@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tunewell.core.errors import UserError
 from tunewell.models.support import TextPart
@@ -53,7 +61,7 @@ def from_files(
     # A text part is built twice; only the second build is moved to the device.
     first = arguments if part is None else {key: value for key, value in arguments.items() if key != "device_map"}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config if part is None else part.config).from_pretrained(
             source,
             config=config if part is None else part.config,
             key_mapping=None if part is None else part.key_mapping,
@@ -79,6 +87,16 @@ def from_files(
         # transformers would undo the renaming on save; a new model is saved with the names of the text part.
         model = from_tensors(part.config, model.state_dict(), source=source, arguments=arguments)
     return model, sorted(found["unexpected_keys"])
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class that loads a model of this config; some multimodal models have no causal one."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
+def has_causal_class(config: dict[str, Any]) -> bool:
+    """Return whether `AutoModelForCausalLM` loads a folder with this `config.json`."""
+    return CONFIG_MAPPING[config["model_type"]] in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def from_tensors(

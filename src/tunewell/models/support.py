@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
@@ -101,9 +101,16 @@ def text_part(config: PreTrainedConfig) -> TextPart | None:
     mapping = families.table()["text_parts"].get(config.model_type)
     if mapping is None:
         return None
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    prefix = TEXT_PREFIX if getattr(model_class, "config_class", None) is type(config) else ""
-    return TextPart(config.get_text_config(), mapping, prefix)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_multimodal = model_class is None or model_class.config_class is type(config)
+    text = config.get_text_config()
+    if is_multimodal:  # the head is tied as the whole model says
+        text.tie_word_embeddings = config.tie_word_embeddings
+    if (plain := families.table()["same_as"].get(text.model_type)) is not None:
+        settings = {key: value for key, value in text.to_dict().items() if key != "model_type"}
+        rope = {key: settings["rope_parameters"][key] for key in ("rope_type", "rope_theta")}
+        text = AutoConfig.for_model(plain, **settings | {"rope_parameters": rope})
+    return TextPart(text, mapping, TEXT_PREFIX if is_multimodal else "")
 
 
 def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:

@@ -17,7 +17,7 @@ from tunewell.data.corpus.held_out import num_auto
 from tunewell.data.row_statistics import LANGUAGES, RowStatistics
 from tunewell.machine.machine import Machine
 from tunewell.model_files.catalogue import CatalogueModel, catalogue, find_entry_of
-from tunewell.model_files.shape import ModelShape
+from tunewell.model_files.shape import ModelShape, shape_of_config
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.fit import smaller_micro_batch
 from tunewell.planning.forecast import Outlook, predict
@@ -31,7 +31,7 @@ from tunewell.records.prediction import MemoryPrediction
 _PATIENCE_SECONDS = (1800.0, 4 * 3600.0)
 """The recommended model trains in half an hour, because a first run shows mistakes in the rows, which the next run
 corrects. With more than 1,800 rows, the limit is one second per row, at most four hours."""
-_IN_JSON = ("license", "kind", "languages", "num_languages", "context", "good_for")
+_IN_JSON = ("license", "kind", "languages", "num_languages", "context", "good_for", "unverified", "source", "read")
 """Fields of a model of the catalogue."""
 
 
@@ -53,6 +53,8 @@ class ModelNeeds:
     """The name of its file or folder, which says which model it is where `name` does not."""
     problem: str = ""
     """Why it does not suit; empty if it does."""
+    level: str = ""
+    """How its documents are computed in training; empty if it is not known."""
     method: str = "lora"
     """`qlora` if it fits only with a base model in 4 bits."""
     safe_bytes: int = 0
@@ -79,6 +81,7 @@ class ModelNeeds:
             "parameters": self.num_parameters,
             "fits": self.fits,
             "method": self.method,
+            "level": self.level or None,
             "problem": self.problem or None,
             "peak_bytes": self.peak_bytes,
             "seconds": prediction.seconds.model_dump(include={"low", "expected", "high"}) if prediction else None,
@@ -149,6 +152,13 @@ def _manifest(lengths: Ints, num_held_out: int, shape: ModelShape, supervised_sh
     )
 
 
+def shape_of_entry(model: CatalogueModel) -> ModelShape:
+    """Return the shape of a model of the catalogue, with as many weights as its card states."""
+    shape = shape_of_config(model.config)
+    others = shape.num_other_weights + model.num_parameters - shape.num_weights
+    return replace(shape, num_other_weights=max(0, others)) if model.millions else shape
+
+
 def compare_model(
     name: str,
     shape: ModelShape,
@@ -198,12 +208,13 @@ def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) 
 
     It is the strongest known model on this disk that suits the rows, fits with a margin, and trains in half an hour,
     or longer with many rows. Without one, it is the strongest such model of the catalogue that can be fetched without
-    a login; without one, the largest other model on this disk that is not known to lack the language of the rows.
+    a login and has no unverified facts; without one, the largest other model on this disk that is not known to lack
+    the language of the rows.
     """
     suiting = [own for own in needs if not own.problem and own.method == "lora"]
     order = {entry.name: number for number, entry in enumerate(catalogue())}
     here = [(entry, own) for own in suiting if own.where and (entry := _suitable_entry(own, rows))]
-    known = [own for _, own in sorted(here, key=lambda pair: order[pair[0].name])]
+    known = [own for _, own in sorted(here, key=lambda pair: (bool(pair[0].unverified), order[pair[0].name]))]
     fetched = [own for own in suiting if not own.where and is_online and _can_be_fetched(own, rows)]
     groups = [(known, "strongest on this disk"), (fetched, "strongest of the list")]
     if not known and not fetched:
@@ -240,7 +251,8 @@ def _suitable_entry(own: ModelNeeds, rows: RowStatistics) -> CatalogueModel | No
 
 
 def _can_be_fetched(own: ModelNeeds, rows: RowStatistics) -> bool:
-    return own.model is not None and not own.model.is_gated and _suitable_entry(own, rows) is not None
+    entry = own.model
+    return entry is not None and not (entry.is_gated or entry.unverified) and _suitable_entry(own, rows) is not None
 
 
 def smallest_to_fetch(needs: list[ModelNeeds], rows: RowStatistics) -> ModelNeeds | None:

@@ -11,7 +11,8 @@ from tunewell.core.text import fold
 _THINKING = re.compile(
     r"<(?P<tag>think|thinking|thought|reasoning|reflection|scratchpad)>.*?(?:</(?P=tag)>|\Z)"
     r"|\[THINK\].*?(?:\[/THINK\]|\Z)"
-    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|channel\|>final<\|message\|>|\Z)",
+    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|channel\|>final<\|message\|>|\Z)"
+    r"|\A<\|channel\|>final<\|message\|>|<\|channel>thought.*?(?:<channel\|>|\Z)",
     re.DOTALL | re.IGNORECASE,
 )
 _THOUGHT_BEFORE = re.compile(r"\A(?:(?!<think>).)*</think>", re.DOTALL | re.IGNORECASE)

@@ -19,10 +19,11 @@ from tunewell.machine.machine import Machine, read_machine
 from tunewell.machine.system import System
 from tunewell.model_files.catalogue import catalogue, find_in_catalogue
 from tunewell.model_files.checks import hub_cache
+from tunewell.model_files.families import packing_of, read_packing
 from tunewell.model_files.files import hub_problem
 from tunewell.model_files.local import LocalModel, find_local_models
-from tunewell.model_files.shape import read_shape, shape_of_config
-from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend, smallest_to_fetch
+from tunewell.model_files.shape import read_shape
+from tunewell.planning.model_choice import ModelNeeds, compare_model, recommend, shape_of_entry, smallest_to_fetch
 
 _ASSUMED = RowStatistics(num_rows=500, lengths=(200,), supervised_share=0.5)
 """Rows that are assumed if none are named."""
@@ -102,11 +103,13 @@ def models(
     entries = [find_in_catalogue(name) for name in names] if names else [*catalogue()]
     compared: list[ModelNeeds] = []
     for model in filter(None, entries):
-        copy, shape = local.pop(model.name, None), shape_of_config(model.config)
+        copy = local.pop(model.name, None)
         where = copy.where if copy and not copy.problem else ""
-        compared.append(compare_model(model.name, shape, rows, machine, model=model, where=where, free_disk=free_disk))
+        shape = shape_of_entry(model)
+        needs = compare_model(model.name, shape, rows, machine, model=model, where=where, free_disk=free_disk)
+        compared.append(replace(needs, level=packing_of(model.config, longest=rows.longest).words))
     compared += [
-        compare_model(name, read_shape(name, vocab_size=0), rows, machine, where=name)
+        _compare_files(name, rows, machine, where=name)
         for name, model in zip(names, entries, strict=False)
         if model is None
     ]
@@ -180,10 +183,14 @@ def _as_init_reads(data: str, sets: Sequence[str]) -> Config:
 
 def _compare_local(model: LocalModel, rows: RowStatistics, machine: Machine) -> ModelNeeds:
     try:
-        shape = read_shape(model.name, vocab_size=0) if not model.problem else None
+        if not model.problem:
+            return replace(_compare_files(model.name, rows, machine, where=model.where), file_name=model.path.name)
         problem = model.problem
     except (UserError, OSError) as error:
-        shape, problem = None, error.what if isinstance(error, UserError) else str(error)
-    if shape is None:
-        return ModelNeeds(model.name, 0, 0, None, where=model.where, problem=problem)
-    return replace(compare_model(model.name, shape, rows, machine, where=model.where), file_name=model.path.name)
+        problem = error.what if isinstance(error, UserError) else str(error)
+    return ModelNeeds(model.name, 0, 0, None, where=model.where, problem=problem)
+
+
+def _compare_files(name: str, rows: RowStatistics, machine: Machine, *, where: str) -> ModelNeeds:
+    level = read_packing(name, longest=rows.longest).words
+    return replace(compare_model(name, read_shape(name, vocab_size=0), rows, machine, where=where), level=level)

@@ -72,10 +72,11 @@ def _row(model: ModelNeeds, *, marks: dict[str, str], is_best: bool) -> list[str
     mark = "*" if is_best else bad or ("4" if model.method == "qlora" else "")
     download = model.where or size_bytes(model.download_bytes)
     licence = f"{entry.license}{' (login)' if entry.is_gated else ''}" if entry else ""
+    unsure = "?" if entry and entry.unverified else ""
     seconds = model.seconds if model.fits else None
     return [
         mark,
-        model.name,
+        f"{model.name} {unsure}".strip(),
         size_bytes(model.peak_bytes) if model.peak_bytes is not None else "-",
         rough_duration(seconds) if seconds is not None else "-",
         download,
@@ -94,6 +95,8 @@ def _legend(result: ModelsResult) -> list[str]:
     marks += [
         [letters.get(_reason(model), "x"), f"{model.name}: {model.problem}"] for model in result.local if model.problem
     ]
+    if any(model.model and model.model.unverified for model in shown):
+        marks.append(["?", "some of its facts are not verified (`--json` names them), so it is not recommended"])
     if any(model.method == "qlora" and not model.problem for model in shown):
         marks.append(["4", "fits only with a base model in 4 bits: `tunewell init ROWS --model NAME --method qlora`"])
     return [folded_table(marks), ""] if marks else []
@@ -125,6 +128,8 @@ def _recommended(result: ModelsResult) -> list[str]:
         languages = "English" if entry.num_languages == 1 else f"{entry.num_languages} languages"
         rows.append(["good for", entry.good_for])
         rows.append(["licence", f"{entry.license}; {languages}; context of {count(entry.context)} tokens"])
+    if best.level:
+        rows.append(["documents", best.level])
     method = " --method qlora" if best.method == "qlora" else ""
     steps = f"`tunewell init{_rows(result)} --model {name}{method}`; to talk to it first: `tunewell chat {name}`"
     return [folded_table(rows), hanging("next: ", steps)]

@@ -33,7 +33,7 @@ from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
 if TYPE_CHECKING:
     from tunewell.data.masking.rendered import RenderedTextParser
 
-PIPELINE_VERSION = 5
+PIPELINE_VERSION = 6
 """Version of the tokenised output. Increase it when equal rows give other tokens or notes, to invalidate the cache."""
 _ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens", "turns", "turn_of")
 _DETAIL_CHARS = 300
@@ -250,7 +250,7 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
         if not plan.num_supervised_turns:
             raise Rejected(
                 "nothing_to_learn",
-                "the template renders none of the replies" if plan.num_unrendered_turns else "every reply has weight 0",
+                _why_unrendered(conversation) if plan.num_unrendered_turns else "every reply has weight 0",
             )
         if plan.num_unrendered_turns:
             rendered.notes["replies_not_rendered"] += plan.num_unrendered_turns
@@ -305,6 +305,12 @@ def _parse_rendered_prompt(conversation: Conversation, format_name: str, pipelin
     if sum(message["role"] == "assistant" for message in messages) > 1:  # the earlier replies belong to the prompt
         conversation.learn = [*[False] * (len(conversation.messages) - 1), None]
     return f"{format_name} rendered by {found[1]}"
+
+
+def _why_unrendered(conversation: Conversation) -> str:
+    replies = [message for message in conversation.messages if message["role"] == "assistant"]
+    only_calls = all(message.get("tool_calls") and not message["content"].strip() for message in replies)
+    return f"the template renders {'no tool calls' if only_calls else 'none of the replies'}"
 
 
 def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedBlock) -> None:

@@ -2,21 +2,24 @@
 
 import re
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, takewhile
+from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.data.masking import placeholders
 from tunewell.data.masking.placeholders import PLAIN, SPACED, placeholder
-from tunewell.data.rows.conversation import Conversation, Message, Rejected
+from tunewell.data.rows.conversation import Conversation, Message, Rejected, objects_in
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import AddedTokenInfo
 
 # Tags that replies can contain. The tokenizer encodes each tag as one token, wherever it appears.
 _REPLY_TAG = re.compile("think|thought|reason|tool", re.IGNORECASE)
+_BROKEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+"""The start of a tag whose rest differs: `<think>` and `</think>` share `<`."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,10 @@ class ReplyFrame:
     """All special tokens, and the other added tokens that the template writes around turns."""
     turn_markers: tuple[str, ...]
     """The markers that appear in every conversation."""
+    opening: str = ""
+    """The start of the header that is written before every reply, with thinking or without; may be empty."""
+    tags: tuple[str, ...] = ()
+    """The added tokens that are no markers, for example `</tool_call>`."""
     added_end: str = ""
     """Text that ends replies between turns but that the template does not write after the last reply; else empty."""
 
@@ -85,6 +92,8 @@ def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo
         openers=frozenset(in_headers - ends - set(marker.findall(after) if is_same_between else ())),
         markers=markers,
         turn_markers=tuple(dict.fromkeys([*marker.findall(prompt), *sorted(ends)])),
+        opening=_shared_opening(template, header, prompt),
+        tags=tuple(text for text in added if text.strip() and text not in markers),
         added_end=added_end,
     )
 
@@ -118,6 +127,16 @@ def _render_probes(template: ChatTemplate) -> tuple[str, str, str, str]:
     except TemplateFailed:
         return *texts, ""
     return *texts, text.partition(placeholder(1))[2].partition(placeholder(2))[0]
+
+
+def _shared_opening(template: ChatTemplate, header: str, prompt: str) -> str:
+    turns = [{"role": role, "content": placeholder(n)} for n, role in enumerate(["user", "assistant"] * 2)]
+    thinking = [turns[0], {**turns[1], "reasoning_content": placeholder(4)}]
+    rendered = (template.try_render(some, template.probe_tools) for some in (turns[:2], turns, thinking))
+    after = [text.partition(placeholder(0))[2] for text in (prompt, *filter(None, rendered))]
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*after, strict=False))
+    shared = _BROKEN_TAG.sub("", "".join(letters[0] for letters in same))
+    return shared[len(after[0]) - len(header) :] if header else ""
 
 
 def _markers(added: Mapping[str, AddedTokenInfo], *texts: str) -> tuple[str, ...]:
@@ -184,6 +203,20 @@ class RenderedTurns:
         for match in placeholders.REDACTED.finditer(self.redacted):
             self.anchors.append(Anchor(*match.span(), ord(match[1]) - placeholders.FIRST_REDACTION, "tool_calls"))
         self.anchors.sort(key=lambda anchor: anchor.start)
+        for index, message in enumerate(messages):
+            names = Counter(call.get("function", call).get("name") for call in objects_in(message.get("tool_calls")))
+            self._drop_repeated_names(index, names)
+
+    def _drop_repeated_names(self, index: int, names: Counter[Any]) -> None:
+        """Drop names of calls in the headers of results: `<|start|>functions.weather to=assistant<|message|>`."""
+        own = [at for at, a in enumerate(self.anchors[:-1]) if (a.message, a.field) == (index, "tool_calls")]
+        tag = marker_pattern([*self.frame.markers, *self.frame.tags])
+        texts = [self.text[self.anchors[at].start : self.anchors[at].end] for at in own]
+        while own and texts.count(texts[-1]) > names[texts[-1]] > 0:
+            last, following = self.anchors[own[-1]], self.anchors[own[-1] + 1]
+            if following.message == index or not tag.search(self.redacted, last.end, following.start):
+                break
+            del self.anchors[own.pop()], texts[-1]
 
     def _render_redacted(self, messages: list[Message]) -> str:
         return self.template.render(*placeholders.redact(messages, self.conversation.tools, self.marker, self.only))
@@ -224,18 +257,17 @@ class RenderedTurns:
         }
 
     def _find_start(self, index: int, first: Anchor, previous_end: int) -> int:
-        message, header = self.conversation.messages[index], self.frame.header
+        message, frame = self.conversation.messages[index], self.frame
         gap = self.redacted[previous_end : first.start]
-        has_thinking = index in self.inline_thinking or first.field not in ("content", "tool_calls")
-        if not has_thinking and not message.get("tool_calls"):
-            space = self.frame.leading_space if message["role"] == "assistant" else ""
+        # The model generates all that follows the generation prompt, also an empty frame of thinking.
+        for written in (frame.header, frame.opening) if message["role"] == "assistant" else ():
+            if written.strip() and written in gap:
+                return previous_end + gap.rfind(written) + len(written)
+        if first.field == "content" and index not in self.inline_thinking:
+            space = frame.leading_space if message["role"] == "assistant" else ""
             return first.start - len(space) if space and gap.endswith(space) else first.start
-        # The model also generates the tags of tool calls and thinking. The text before a plain reply is context.
-        context = gap[: gap.rfind(header) + len(header)] if header and header in gap else None
-        if not has_thinking or context is None:
-            plain_gap = self._gap_before_plain_reply(index)
-            context = plain_gap if plain_gap is not None and gap.startswith(plain_gap) else context
-        if context is not None:
+        context = self._gap_before_plain_reply(index)
+        if context is not None and gap.startswith(context):
             return previous_end + len(context)
         raise Rejected("mask_uncertain", "the start of a turn with thinking or tool calls cannot be found")
 
@@ -253,23 +285,35 @@ class RenderedTurns:
                 return before[max([0, *(match.end() for match in placeholders.ANCHOR.finditer(before))]) :]
         return None
 
+    @cached_property
+    def _next_part(self) -> re.Pattern[str]:
+        ends = "|".join(map(re.escape, self.frame.ends))
+        opening = self.frame.opening
+        return re.compile(rf"(?:(?:{ends})\s*)?{re.escape(opening)}" if opening.strip() else r"(?!)")
+
     def _find_end(self, index: int, anchors: list[Anchor], limit: int) -> int:
         frame, text_end = self.frame, anchors[-1].end
+        quotes = self.marker.findall(self.redacted, anchors[-2].end, anchors[-1].start) if len(anchors) > 1 else ()
         message = self.conversation.messages[index]
-        turn_edges = frame.ends | frame.openers
-        inside = self.marker.finditer(self.redacted, anchors[0].start, text_end)
-        if any(match.group() in turn_edges for match in inside):
+        # A reply can have parts: `thinking<|end|><|start|>assistant<|channel|>final<|message|>text<|return|>`.
+        inside = self._next_part.sub("", self.redacted[anchors[0].start : text_end])
+        if not frame.ends.isdisjoint(self.marker.findall(inside)):
             raise Rejected("mask_uncertain", "a turn with tool calls is rendered in parts")
         matches = list(self.marker.finditer(self.redacted, text_end, limit))
-        has_other_end = message["role"] != "assistant" or bool(message.get("tool_calls"))
+        calls = bool(message.get("tool_calls"))
         for position, marker in enumerate(matches):
             if marker.group() in frame.ends:
                 return marker.end()
             if marker.group() in frame.openers:
                 break
             # Tool calls can have their own end marker. Other markers around them come before the usual end.
+            has_other_end = message["role"] != "assistant" or (calls and marker.group() not in quotes)
             if has_other_end and not any(later.group() in frame.ends for later in matches[position:]):
                 return marker.end()
+        if calls and not matches and limit == len(self.text):
+            return len(self.text.rstrip())
+        if calls and (tag := marker_pattern(frame.tags).search(self.redacted, text_end, limit)):
+            return tag.end()
         if message["role"] != "assistant":
             return text_end
         raise Rejected("mask_uncertain", "a reply is not followed by the template's end-of-turn marker")

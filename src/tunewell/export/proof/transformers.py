@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import read_text
+from tunewell.core.files import parse_json, read_text
+from tunewell.export.multimodal import changed_towers, find_multimodal_folder
 from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop, short_repr
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import check_tensors, compare_weights
 from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.models.load import DTYPES, LoadOptions, load_dequantized, load_model, not_finite_names
+from tunewell.models.pretrained import auto_class
 from tunewell.models.support import quiet, text_weights
 from tunewell.records.parity import Artefact, Check, ProofProbe
 
@@ -26,12 +28,26 @@ _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 def prove_merged(artefact: Artefact, context: ProofContext) -> list[Check]:
     """Load a model folder with transformers, as users do, and compare it with the trained model."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    path = context.folder / artefact.path
     with quiet():
-        model: Any = AutoModelForCausalLM.from_pretrained(context.folder / artefact.path, dtype="auto").float()
-    checks = _prove_model(model, artefact, context, config=model.config)
-    return checks + _prove_tensors(model, artefact, context) if checks[0].is_ok else checks
+        loader = auto_class(AutoConfig.from_pretrained(path))
+        model: Any = loader.from_pretrained(path, dtype="auto").float()
+    is_multimodal = model.config.get_text_config() is not model.config
+    checks = _prove_model(model, artefact, context, config=None if is_multimodal else model.config)
+    tensors = _prove_tensors(model, artefact, context) if checks[0].is_ok else []
+    return [*checks, *tensors, *_prove_towers(path, context)]
+
+
+def _prove_towers(path: Path, context: ProofContext) -> list[Check]:
+    """Compare the weights outside of the text part with those of the base, byte for byte, if it is multimodal."""
+    base = find_multimodal_folder(context.proof.base)
+    if base is None or parse_json(read_text(path / "config.json")).get("model_type") != base.config["model_type"]:
+        return []
+    changed = changed_towers(base, path, context.reference.sketches)
+    words = f"{len(changed)} weights outside of the text part differ from the base: {changed[:3]}"
+    return [Check(name="base", is_ok=not changed, words=words if changed else "the other towers are unchanged")]
 
 
 def prove_adapter(artefact: Artefact, context: ProofContext) -> list[Check]:

@@ -6,10 +6,12 @@ from typing import Any, ClassVar
 import torch
 
 from tunewell.core.progress import Progress
+from tunewell.export.multimodal import MultimodalFolder, find_multimodal_folder, missing_names, write_multimodal
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.proof.transformers import prove_merged
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements
 from tunewell.models.load import DTYPES
+from tunewell.models.pretrained import first_names, has_causal_class
 from tunewell.models.support import quiet
 from tunewell.records.parity import Artefact, Check
 
@@ -35,13 +37,35 @@ class MergedTarget(ExportTarget):
         """Write weights, config, tokenizer and chat template."""
         precision, folder = str(context.options.precision), context.staging_dir / self.name
         context.progress(Progress(f"writing the merged model in {precision}"))
-        write_model(context, folder, precision)
-        context.write_card(folder, library="transformers", example=_EXAMPLE)
+        example = _EXAMPLE
+        if (base := _multimodal_base(context)) is None:
+            write_model(context, folder, precision)
+        else:
+            write_multimodal(base, unique_tensors(context.model.model), folder, DTYPES[precision])
+            context.generation_config().save_pretrained(folder)
+            context.model.tokenizer.save(folder, context.template.source)
+            context.notes.append("merged: the whole multimodal model; only the weights of its text part have changed")
+            example = _EXAMPLE if has_causal_class(base.config) else _EXAMPLE.replace("CausalLM", "ImageTextToText")
+        context.write_card(folder, library="transformers", example=example)
         return [context.artefact(self.name, precision, folder)]
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
         """Load the folder with transformers, and compare it with the trained model."""
         return prove_merged(artefact, context)
+
+
+def _multimodal_base(context: ExportContext) -> MultimodalFolder | None:
+    """Return the multimodal folder into which the merged weights fit, or None."""
+    base = find_multimodal_folder(context.model.ref.base)
+    if base is None:
+        return None
+    if missing := missing_names(base, unique_tensors(context.model.model)):
+        context.notes.append(
+            f"merged: only the text part of `{base.config['model_type']}`, because its files do not have "
+            f"{first_names(missing)}"
+        )
+        return None
+    return base
 
 
 def num_weights(context: ExportContext) -> int:

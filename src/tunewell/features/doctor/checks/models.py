@@ -125,7 +125,8 @@ def _memory(facts: Environment) -> tuple[int | None, str]:
 
 def suggest(model_type: str | None, memory: int, bytes_per_parameter: float) -> list[str]:
     """Return at most two chat models that fit, the largest first, of the same family if there are any."""
-    chat = [model for model in catalogue() if model.kind == "chat" and model.purpose == "general"]
+    known = [model for model in catalogue() if not model.unverified]
+    chat = [model for model in known if model.kind == "chat" and model.purpose == "general"]
     fitting = [model for model in chat if model.num_parameters * bytes_per_parameter <= _SHARE * memory]
     related = [model for model in fitting if model.config["model_type"] == model_type] or fitting
     return [model.name for model in sorted(related, key=lambda model: -model.num_parameters)[:2]]
