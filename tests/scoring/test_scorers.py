@@ -297,7 +297,7 @@ def test_answers_in_quotes_fences_and_sentences_are_right_where_a_reader_calls_t
 
 
 def test_free_answers_are_judged_as_a_reader_judges_them():
-    """Guards the bar: Cohen's kappa of 0.75 on 200 answers, labelled by a reader who saw neither ours nor other labels."""
+    """Guards the bar: Cohen's kappa of 0.75 on 200 answers, labelled by a reader who saw no other labels."""
     answers = [json.loads(line) for line in (Path(__file__).parent / "free_text.jsonl").read_text("utf-8").splitlines()]
     told, ours = [], []
     for task in ("facts", "choice"):
