@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from tunewell.core.errors import UserError
-from tunewell.features.serve.access import listen, read_token
+from tunewell.web.access import listen, read_token
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8"])
@@ -13,7 +13,7 @@ def test_this_machine_needs_no_token(host):
     address = listen(host, 0, has_token=False)
     with address.listener:
         assert address.is_loopback and address.port > 0
-        assert address.url == f"http://{address.host}:{address.port}/v1"
+        assert address.url == f"http://{address.host}:{address.port}"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "::ffff:0.0.0.0", "10.1.2.3", "8.8.8.8"])
@@ -29,7 +29,7 @@ def test_with_a_token_every_address_is_taken():
     with address.listener:
         assert not address.is_loopback
         assert address.listener.getsockname()[0] == "0.0.0.0"
-        assert address.url == f"http://127.0.0.1:{address.port}/v1"
+        assert address.url == f"http://127.0.0.1:{address.port}"
 
 
 def test_a_name_is_judged_by_its_address(monkeypatch):

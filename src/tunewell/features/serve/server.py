@@ -23,10 +23,11 @@ from starlette.types import Receive, Scope, Send
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
-from tunewell.features.serve.access import BrowserGuard, TokenGuard
-from tunewell.features.serve.connections import max_files
 from tunewell.features.serve.queue import Finish, QueuedAnswer, ServedModel
-from tunewell.features.serve.requests import ApiError, ChatRequest, read_request, shortened
+from tunewell.features.serve.requests import ChatRequest, read_request, shortened
+from tunewell.web.access import BrowserGuard, TokenGuard
+from tunewell.web.connections import max_files
+from tunewell.web.errors import ApiError
 
 MAX_BODY_BYTES = 4 << 20
 """Maximum size of a request: about a million tokens of text, more than usual context lengths."""

@@ -86,10 +86,10 @@ def open_server(
     """Open a port and load the model. Raise UserError before that for a public address without a token."""
     for module in ("starlette", "uvicorn"):
         import_optional(module, extra="serve", purpose="serving a model")
-    from tunewell.features.serve.access import check_origin, listen, make_server, read_token
-    from tunewell.features.serve.connections import raise_max_files
     from tunewell.features.serve.queue import ServedModel
     from tunewell.features.serve.server import AccessRules, build_app
+    from tunewell.web.access import check_origin, listen, make_server, read_token
+    from tunewell.web.connections import raise_max_files
 
     raise_max_files()
     token = read_token(options.token_file)
@@ -103,7 +103,7 @@ def open_server(
         served = ServedModel(model, name or api_name(subject), add_passages=add_passages)
         undo.pop_all()
     info = ServerInfo(
-        url=address.url,
+        url=f"{address.url}/v1",
         model=served.name,
         subject=subject.name,
         because=subject.because,
