@@ -1,0 +1,287 @@
+// Run: the curve as it is written, health, samples, the log; and the screens of what comes after training.
+import { html, useEffect, useRef, useState } from './vendor/vendor.js';
+import { ApiError, follow, get, send } from './api.js';
+import { Chart, METRICS } from './chart.js';
+import { Chat } from './chat.js';
+import { Export } from './export.js';
+import { ago, count, date, duration, loss, number, setting, size, visible, words } from './format.js';
+import { StatusWord } from './home.js';
+import { Job } from './new.js';
+import { Bar, Bdi, Busy, Command, Confirm, Facts, Problem, Prose, Reasons, Said, Sign, VerdictWord, announce, sentence } from './parts.js';
+import { Link } from './router.js';
+import { Verdict } from './verdict.js';
+
+const MAX_LOG = 65_536;
+const NUM_SAMPLES = 4;
+const WITHOUT = { tokens_per_second: null, memory_bytes: null, seconds: null, epoch: null, was_skipped: false };
+
+/** Load a run and follow it. What is shown is what the records say: a reset of a log drops what was undone.
+ * @param {string} id */
+function useRun(id) {
+  const [run, setRun] = useState(/** @type {any} */ (null));
+  const [error, setError] = useState(/** @type {any} */ (null));
+  const [line, setLine] = useState('');
+  const [round, setRound] = useState(0);
+  const [version, setVersion] = useState(0);
+  const records = useRef({ curve: /** @type {any} */ (null), samples: /** @type {any[]} */ ([]), log: { text: '', where: '', is_cut: false } });
+
+  useEffect(() => {
+    const controller = new AbortController();
+    const query = new URLSearchParams({ id });
+    let end = () => {};
+    let frame = 0;
+    const draw = () => {
+      if (!frame) frame = requestAnimationFrame(() => ((frame = 0), setVersion((own) => own + 1)));
+    };
+    const onEvent = (/** @type {{ name: string, data: any }} */ { name, data }) => {
+      const own = records.current;
+      if (name === 'run') setRun((old) => ({ ...old, ...data }));
+      else if (name === 'gone') setError(new ApiError(404, data.error));
+      else if (name === 'steps') for (const row of data.rows) append(own.curve, row);
+      else if (name === 'held_out') own.curve.held_out.push(...data.rows);
+      else if (name === 'healing') own.curve.healing.push(...data.rows);
+      else if (name === 'samples') for (const row of data.rows) addSample(own.samples, row);
+      else if (name === 'log') own.log.text = (own.log.text + data.text).slice(-MAX_LOG);
+      else if (name === 'reset') {
+        if (own.curve) undo(own.curve, data.last_step ?? -1);
+        end();
+        setTimeout(() => setRound((old) => old + 1), 0);
+      }
+      draw();
+    };
+    const load = async () => {
+      try {
+        const [first, curve, samples, log] = await Promise.all([
+          get(`run?${query}`, controller.signal),
+          get(`curve?${query}`, controller.signal),
+          get(`samples?${query}`, controller.signal),
+          get(`log?${query}`, controller.signal),
+        ]);
+        records.current = { curve, samples: samples.questions, log };
+        setRun(first);
+        setError(null);
+        draw();
+        const stream = `stream?${new URLSearchParams({ run: id, after: curve.cursor })}`;
+        end = follow(stream, onEvent, {
+          onState: (state, failure) => (failure ? setError(failure) : setLine(state)),
+        });
+      } catch (failure) {
+        if (controller.signal.aborted) return;
+        setError(failure);
+        if (/** @type {ApiError} */ (failure).code === 'offline') setTimeout(() => setRound((own) => own + 1), 2000);
+      }
+    };
+    load();
+    return () => {
+      controller.abort();
+      cancelAnimationFrame(frame);
+      end();
+    };
+  }, [id, round]);
+  return { run, error, line, version, ...records.current, again: () => setRound((own) => own + 1) };
+}
+
+/** @param {any} curve @param {any} row */
+function append(curve, row) {
+  const values = { ...WITHOUT, ...row };
+  for (const [name, column] of Object.entries(curve.columns)) /** @type {any[]} */ (column).push(values[name] ?? null);
+  curve.last_step = row.step;
+}
+
+/** Drop the steps that a rewind has undone. @param {any} curve @param {number} last */
+function undo(curve, last) {
+  const kept = curve.columns.step.filter((/** @type {number} */ step) => step <= last).length;
+  for (const column of Object.values(curve.columns)) /** @type {any[]} */ (column).length = kept;
+  curve.held_out = curve.held_out.filter((own) => own.step <= last);
+  curve.last_step = last;
+}
+
+/** @param {any[]} questions @param {any} row */
+function addSample(questions, row) {
+  let own = questions.find((each) => each.document === row.document);
+  if (!own) questions.push((own = { ...row, answers: [] }));
+  own.answers.push({ ...row, is_untrained: row.step === 0 });
+}
+
+/** @param {{ session: any, place: import('./router.js').Place }} own */
+export function Run({ session, place }) {
+  const id = place.id ?? '';
+  const { run, error, line, version, curve, samples, log, again } = useRun(id);
+  const tab = place.tab ?? '';
+  const was = useRef('');
+  useEffect(() => {
+    if (!run) return;
+    document.title = `${run.verdict ? `${run.verdict} · ` : run.status === 'running' ? `${run.steps ?? 0}/${run.planned_steps ?? '?'} · ` : ''}${id} · tunewell`;
+    if (was.current && was.current !== run.status) announce(`The run is now: ${run.status_words ?? run.status}`);
+    was.current = run.status;
+  }, [run?.status, run?.verdict, run?.steps]);
+  if (!run) {
+    return html`<h1 tabindex="-1"><${Bdi} text=${id} /></h1>
+      ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text="Reading the run" />`}`;
+  }
+  const to = (/** @type {string} */ own) => ({ screen: 'run', id, ...(own && { tab: own }) });
+  const tabs = [
+    ['', 'Training'],
+    ['verdict', 'Verdict'],
+    ...(session.features.chat ? [['chat', 'Chat']] : []),
+    ['export', 'Export'],
+  ];
+  const screen = { verdict: Verdict, chat: Chat, export: Export }[tab];
+  return html`
+    <p class="eyebrow"><${Link} to=${{ screen: 'home' }}>Runs<//></p>
+    <div class="title-row">
+      <h1 tabindex="-1"><${Bdi} text=${id === '.' ? session.name : id} /></h1>
+      <p class="states"><${StatusWord} run=${run} />${run.verdict && html`<${VerdictWord} level=${run.verdict} />`}</p>
+    </div>
+    <p class="hint"><${Bdi} text=${[run.data, run.model, run.method].filter(Boolean).join(' · ')} />, <time datetime=${run.when} title=${date(run.when)}>${ago(run.when)}</time></p>
+    ${run.access_words && html`<div class="notice"><p><${Prose} text=${sentence(run.access_words)} /></p></div>`}
+    <nav class="tabs" aria-label="Screens of this run"><ul>
+      ${tabs.map(([name, text]) => html`<li><${Link} to=${to(name)} current=${tab === name}>${text}<//></li>`)}
+    </ul></nav>
+    <${Problem} error=${error} onRetry=${again} />
+    ${line === 'cut' && html`<p class="hint" role="status">The connection was cut; it is opened again, and goes on where it was.</p>`}
+    ${screen
+      ? html`<${screen} session=${session} run=${run} place=${place} />`
+      : html`<${Training} session=${session} run=${run} curve=${curve} samples=${samples} log=${log} version=${version} />`}
+  `;
+}
+
+/** @param {{ session: any, run: any, curve: any, samples: any[], log: any, version: number }} own */
+function Training({ session, run, curve, samples, log, version }) {
+  const [metric, setMetric] = useState(/** @type {import('./chart.js').Metric} */ ('loss'));
+  const isRunning = run.status === 'running';
+  const last = (/** @type {string} */ name) => curve.columns[name]?.[curve.columns[name].length - 1] ?? null;
+  const best = curve.held_out.findLast((own) => own.is_best);
+  const share = run.planned_steps ? (run.steps ?? 0) / run.planned_steps : null;
+  const left = run.seconds_left !== null && run.seconds_left !== undefined ? `about ${duration(run.seconds_left)} left` : '';
+  const said = (value, /** @type {(own: any) => string} */ say) => (value === null || value === undefined ? null : html`<span data-value>${say(value)}</span>`);
+  const facts = /** @type {[string, unknown][]} */ ([
+    ['Step', run.steps !== null && html`<span data-field="steps">${count(run.steps)}</span>${run.planned_steps && ` of ${count(run.planned_steps)}`}`],
+    ['Loss', said(last('loss') ?? run.loss, loss)],
+    ['Held-out loss, best', best ? html`${loss(best.loss)} <span class="hint">at step ${count(best.step)}</span>` : said(run.held_out, loss)],
+    ['Learning rate', said(last('learning_rate') ?? run.learning_rate, number)],
+    ['Speed', run.tokens_per_second !== null && `${number(run.tokens_per_second)} tokens/s`],
+    ['Memory', said(last('memory_bytes') ?? run.memory_bytes, size)],
+    ['Times over the rows', said(last('epoch') ?? run.epoch, (own) => number(own, 3))],
+    ['Took', said(run.elapsed ?? run.outcome?.seconds, duration)],
+  ]);
+  return html`
+    ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage && sentence(run.stage), run.steps !== null && run.planned_steps && `step ${count(run.steps)} of ${count(run.planned_steps)}`, left].filter(Boolean).join(', ')} />`}
+    ${run.state && html`<p class="state"><${Prose} text=${sentence(run.state)} /></p>`}
+    ${run.job?.status === 'failed' && run.job.error && html`<${Problem} error=${new ApiError(400, run.job.error)} />`}
+    ${(run.problems ?? []).map((/** @type {string} */ text) => html`<div class="notice"><p><${Prose} text=${sentence(text)} /></p></div>`)}
+    ${run.verdict && html`<${Link} to=${{ screen: 'run', id: run.id, tab: 'verdict' }} class=${`see ${run.verdict}`}><${Sign} name=${run.verdict} /><span><strong>${run.verdict}</strong> See the verdict and the answers</span><//>`}
+    <${Actions} session=${session} run=${run} />
+    <${Facts} pairs=${facts} />
+    <section><div class="title-row"><h2>${METRICS[metric].name}</h2>
+      <div class="choices" role="group" aria-label="Show">
+        ${Object.entries(METRICS).map(([name, own]) => html`<button type="button" aria-pressed=${name === metric} onClick=${() => setMetric(/** @type {import('./chart.js').Metric} */ (name))}>${own.name}</button>`)}
+      </div></div>
+      ${curve.num_damaged > 0 && html`<div class="notice"><p>${count(curve.num_damaged, 'line')} of the log cannot be read and ${curve.num_damaged === 1 ? 'is' : 'are'} left out.</p></div>`}
+      <${Chart} curve=${curve} metric=${metric} version=${version} key=${metric} />
+    </section>
+    <${Health} healing=${curve.healing} lines=${run.healing_lines ?? []} advice=${run.advice ?? []} />
+    <section><h2>Samples</h2><${Samples} questions=${samples} isRunning=${isRunning} /></section>
+    ${run.crash && html`<section><h2>Why it crashed</h2><pre class="code" tabindex="0" dir="auto">${visible(run.crash)}</pre></section>`}
+    <section><h2>Log</h2><${Log} log=${log} /></section>
+    <section><h2>Settings</h2>
+      ${run.plan?.length > 0
+        ? html`<details><summary>${count(run.plan.length, 'setting')}, each with its reason</summary>
+            <${Reasons} head=${['Setting', 'Value', 'Reason']} rows=${run.plan.map((own) => [words(own.key), setting(own.value), html`<${Prose} text=${own.because} />`])} /></details>`
+        : html`<p class="none">No plan was found: the settings are not known.</p>`}
+      ${run.config && html`<details><summary>The file of the settings</summary><pre class="code" tabindex="0" dir="auto">${visible(run.config)}</pre></details>`}
+    </section>
+    <${Command} command=${run.command} />`;
+}
+
+/** What can be done now, each with its command. @param {{ session: any, run: any }} own */
+export function Actions({ session, run }) {
+  const [state, setState] = useState(/** @type {{ error?: any, message?: string, busy?: string, job?: any, ask?: any }} */ ({}));
+  const { id, status } = run;
+  useEffect(() => setState((old) => (old.busy ? old : {})), [status]);
+  const act = async (action) => {
+    setState({ busy: action.id });
+    try {
+      const answer = await send('act', { id, action: action.id });
+      setState({ message: answer.message, job: answer.job });
+      announce(answer.message ?? '');
+    } catch (error) {
+      setState({ error });
+    }
+  };
+  const own = (run.actions ?? []).filter((action) => !['chat', 'export'].includes(action.id));
+  const possible = session.is_read_only ? [] : own.filter((action) => action.is_possible);
+  const refused = own.filter((action) => !action.is_possible && action.why_not && action.id === 'resume' && status !== 'finished');
+  return html`<${Problem} error=${state.error} />
+    ${possible.length > 0 && html`<div class="actions">
+      ${possible.map((action, /** @type {number} */ index) => html`<button type="button" class=${index ? '' : 'primary'} disabled=${Boolean(state.busy)}
+        onClick=${() => (action.id === 'remove_lock' ? setState({ ask: action }) : act(action))}>${state.busy === action.id ? 'A moment …' : action.label}</button>`)}
+    </div>`}
+    ${refused.map((action) => html`<p class="hint">${action.label} is not possible: <${Prose} text=${action.why_not} /></p>`)}
+    ${state.message && html`<p class="state" role="status"><${Prose} text=${sentence(state.message)} /></p>`}
+    ${state.job && html`<${Job} id=${state.job.id} key=${state.job.id} />`}
+    ${state.ask && html`<${Confirm} title=${`${state.ask.label}?`} yes=${state.ask.label} onYes=${() => act(state.ask)} onNo=${() => setState({})}>
+      <p>Do this only if no process works in the run any more: it could write at the same time.</p><//>`}
+    ${possible.length > 0 && html`<details class="more"><summary>These buttons as commands</summary>
+      ${possible.map((action) => html`<${Command} label=${action.label} command=${action.command} />`)}</details>`}`;
+}
+
+/** What health did, in words. @param {{ healing: any[], lines: string[], advice: string[] }} own */
+function Health({ healing, lines, advice }) {
+  if (!healing.length && !lines.length && !advice.length) return null;
+  return html`<section><h2>Health</h2>
+    <ul class="health">${healing.map((own) => html`<li class=${own.severity} data-step=${own.step}>
+      <strong>Step ${count(own.step)}: ${own.severity}</strong> <${Prose} text=${own.words || words(own.name)} />
+      ${own.rewound_to !== null && own.rewound_to !== undefined && html`<span class="hint"> Went back to step ${count(own.rewound_to)}.</span>`}
+      ${own.seconds_lost > 0 && html`<span class="hint"> Took ${duration(own.seconds_lost)}.</span>`}</li>`)}</ul>
+    ${lines.length > 0 && healing.length === 0 && html`<ul class="notes">${lines.map((text) => html`<li><${Prose} text=${text} /></li>`)}</ul>`}
+    ${advice.map((text) => html`<p class="fine">Next time: <${Prose} text=${text} /></p>`)}
+  </section>`;
+}
+
+/** An answer of a sample, with the step it is from. @param {{ answer: any }} own */
+function SampleAnswer({ answer }) {
+  const mark = answer.right === null || answer.right === undefined ? '' : answer.right ? 'right' : 'wrong';
+  const text = visible(answer.answer);
+  return html`<div class="answer"><p class="label">
+      <span>${answer.is_untrained ? html`<strong>untrained</strong>, before the first step` : html`after step ${count(answer.step)}`}</span>
+      ${mark && html`<span class=${`mark ${mark}`}><${Sign} name=${mark} />${mark}</span>`}
+      ${answer.fault && html`<span>${words(answer.fault)}</span>`}</p>
+    <${Said} text=${text} label="Answer" />
+    ${answer.ended === false && html`<p class="hint">cut off at the limit</p>`}</div>`;
+}
+
+/** The same questions as the model learns. @param {{ questions: any[], isRunning: boolean }} own */
+function Samples({ questions, isRunning }) {
+  const [shown, setShown] = useState(NUM_SAMPLES);
+  if (!questions.length) return html`<p class="none">${isRunning ? 'The first answers come with the first evaluation.' : 'No sample was written.'}</p>`;
+  return html`<p class="lead">Held-out questions, answered while it learns.</p>
+    ${questions.slice(0, shown).map((own) => {
+      const answers = [...own.answers].sort((a, b) => a.step - b.step);
+      const first = answers.find((each) => each.is_untrained);
+      const newest = answers.findLast((each) => !each.is_untrained);
+      const between = answers.filter((each) => each !== first && each !== newest).reverse();
+      return html`<article class="exchange" key=${own.document}>
+        <div class="question"><${Said} text=${own.question} label="Question" /></div>
+        ${own.reference && html`<div class="reference"><span class="label">Expected</span><${Said} text=${own.reference} label="Expected answer" /></div>`}
+        <div class="sides">${first && html`<${SampleAnswer} answer=${first} />`}
+          ${newest ? html`<${SampleAnswer} answer=${newest} />` : html`<div class="answer"><p class="label">trained</p><p class="none">No answer yet.</p></div>`}</div>
+        ${between.length > 0 && html`<details><summary>${count(between.length, 'answer')} in between</summary>${between.map((answer) => html`<${SampleAnswer} answer=${answer} />`)}</details>`}
+      </article>`;
+    })}
+    ${questions.length > shown && html`<p><button type="button" onClick=${() => setShown((own) => own + 10)}>${count(questions.length - shown)} more</button></p>`}`;
+}
+
+/** The output of the process. @param {{ log: any }} own */
+function Log({ log }) {
+  const box = useRef(/** @type {HTMLElement | null} */ (null));
+  const atEnd = useRef(true);
+  useEffect(() => {
+    if (box.current && atEnd.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [log.text]);
+  const scroll = ({ currentTarget: own }) => (atEnd.current = own.scrollHeight - own.scrollTop - own.clientHeight < 30);
+  if (!log.text) return html`<p class="none"><${Prose} text=${sentence(log.where || 'there is no log of this run')} /></p>`;
+  return html`<details><summary>What the command prints</summary>
+    ${log.where && html`<p class="fine"><${Prose} text=${sentence(log.where)} /></p>`}
+    <pre class="code log" tabindex="0" ref=${box} onScroll=${scroll} dir="auto">${visible(log.text.slice(-20_000))}</pre></details>`;
+}
