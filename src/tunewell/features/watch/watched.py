@@ -1,0 +1,93 @@
+"""What the server knows while it runs: the folder, its jobs, indices of logs, and models that chat. All can be lost."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+
+from tunewell.core.features import features
+from tunewell.core.files import running_owner
+from tunewell.features.watch.folder import WatchedFolder
+from tunewell.features.watch.jobs import Jobs
+from tunewell.records.plan import PLAN
+from tunewell.records.report import REPORT
+from tunewell.records.rundir import LOCK, OUTCOME
+from tunewell.runs.follow import StepIndex
+from tunewell.runs.state import EVENTS, StoredRun, find_runs
+
+_MAX_INDICES = 16
+"""Logs whose index is kept; that of 100,000 steps has 2.4 MB."""
+
+
+@dataclass
+class Watched:
+    """The folder of a server."""
+
+    root: Path
+    port: int
+    is_read_only: bool = False
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    chats: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rows: dict[Path, tuple[Any, StoredRun]] = {}
+        self._indices: OrderedDict[Path, StepIndex] = OrderedDict()
+        self.is_ending = False
+
+    @cached_property
+    def folder(self) -> WatchedFolder:
+        return WatchedFolder(self.root)
+
+    @cached_property
+    def jobs(self) -> Jobs:
+        return Jobs(self.folder)
+
+    @property
+    def features(self) -> dict[str, bool]:
+        """The parts that other features add, and whether they are there."""
+        wanted = {"chat": "serve", "index": "retrieval", "compare": "compare", "diagnose": "diagnose"}
+        return {part: name in features() for part, name in wanted.items()}
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """End the streams with the server. Jobs go on."""
+        yield
+        self.is_ending = True
+
+    def stored_runs(self) -> dict[Path, StoredRun]:
+        """Return the runs in the folder. Only those whose files have changed are read again."""
+        with self.guard:
+            found: dict[Path, tuple[Any, StoredRun]] = {}
+            for path in find_runs(self.root):
+                signature = run_signature(path)
+                known = self._rows.get(path)
+                found[path] = known if known and known[0] == signature else (signature, StoredRun(path))
+            self._rows = found
+            return {path: run for path, (_, run) in found.items()}
+
+    def index(self, run: Path) -> tuple[StepIndex, threading.Lock]:
+        """Return the index of the log of a run, which is used under the lock."""
+        with self.guard:
+            index = self._indices.pop(run, None) or StepIndex(run / EVENTS)
+            self._indices[run] = index
+            while len(self._indices) > _MAX_INDICES:
+                self._indices.popitem(last=False)
+        return index, self.guard
+
+
+def run_signature(run: Path) -> list[Any]:
+    """Return a value that changes when a file of a run does, or when its process ends."""
+    stats: list[Any] = [running_owner(run / LOCK)]
+    for name in (EVENTS, OUTCOME, REPORT, PLAN):
+        try:
+            found = (run / name).stat()
+            stats.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        except OSError:
+            stats.append(None)
+    return stats
