@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,8 +168,17 @@ def listen(host: str, port: int, *, has_token: bool, what: str = "use this model
     return ListeningAddress(listener, address[0], listener.getsockname()[1])
 
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Return a uvicorn server for the app, which the caller runs on an open socket."""
+class _EndingServer(uvicorn.Server):
+    """A server that asks several times a second whether it shall end."""
+
+    is_over: Callable[[], bool]
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.is_over()
+
+
+def make_server(app: ASGIApp, *, is_over: Callable[[], bool] = lambda: False) -> uvicorn.Server:
+    """Return a uvicorn server for the app, which the caller runs on an open socket. It ends when `is_over`."""
     config = uvicorn.Config(
         app,
         # Use the tested implementations, whatever else is installed.
@@ -187,7 +196,9 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         log_level="error",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
-    return uvicorn.Server(config)
+    server = _EndingServer(config)
+    server.is_over = is_over
+    return server
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:

@@ -1,6 +1,6 @@
 """`tunewell models`: compare models for your rows on this machine, and recommend one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ def models(
     *,
     names: tuple[str, ...] = (),
     sets: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
     language: str | None = None,
     system: System | None = None,
     is_online: bool | None = None,
@@ -86,7 +87,8 @@ def models(
     """Compare the models of the catalogue and of this disk, or only `names`, for some rows.
 
     `data` is a file, folder or glob of rows. Without it, the rows of the config in this folder are used, or some
-    are assumed, in `language` if it is set. `sets` are `KEY=VALUE` of a config for `data`, as for `init`.
+    are assumed, in `language` if it is set. `sets` are `KEY=VALUE` of a config for `data`, as for `init`; `values` are
+    other keys of the config of the first run.
     `is_online` says whether the hub can be reached; None: it is tried. Raises UserError if there are no rows or a
     named model does not exist.
     """
@@ -104,9 +106,13 @@ def models(
     for model in filter(None, entries):
         copy, shape = local.pop(model.name, None), shape_of_config(model.config)
         where = copy.where if copy and not copy.problem else ""
-        compared.append(compare_model(model.name, shape, rows, machine, model=model, where=where, free_disk=free_disk))
+        compared.append(
+            compare_model(
+                model.name, shape, rows, machine, model=model, where=where, free_disk=free_disk, values=values
+            )
+        )
     compared += [
-        compare_model(name, read_shape(name, vocab_size=0), rows, machine, where=name)
+        compare_model(name, read_shape(name, vocab_size=0), rows, machine, where=name, values=values)
         for name, model in zip(names, entries, strict=False)
         if model is None
     ]

@@ -103,6 +103,7 @@ def build_app(model: ServedModel, *, access: AccessRules) -> Starlette:
     }
     app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=server.lifespan)
     app.router.redirect_slashes = False
+    app.state.idle_seconds = server.idle_seconds
     return app
 
 
@@ -115,6 +116,7 @@ class _Handlers:
         self._generation_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._generations: WeakSet[QueuedAnswer] = WeakSet()
         self._requests: Counter[str] = Counter()
+        self._used_at = time.monotonic()
         # A chat template adds at least two tokens to a message.
         self._max_messages = min(MAX_MESSAGES, model.context_length // 2)
 
@@ -125,6 +127,12 @@ class _Handlers:
             # Leaving the `with` block waits for the threads, so running generations are cancelled first.
             for generation in list(self._generations):
                 generation.cancel()
+
+    def idle_seconds(self) -> float:
+        """Return how long no request was answered."""
+        if self._requests:
+            self._used_at = time.monotonic()
+        return time.monotonic() - self._used_at
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -1,5 +1,6 @@
 """`tunewell serve`: load a model and serve it with an OpenAI-compatible chat API."""
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,6 +30,8 @@ class ListenOptions:
     """File with the access token. The default is `TUNEWELL_TOKEN`, if it is set."""
     origins: Sequence[str] = ()
     """Web origins that may send requests."""
+    idle_minutes: float | None = None
+    """The server ends after this time without a request; None: never."""
 
 
 LOOPBACK = ListenOptions()
@@ -121,7 +124,9 @@ def open_server(
         ],
     )
     app = build_app(served, access=AccessRules(options.host, token, origins))
-    return Server(info, make_server(app), address.listener)
+    limit = math.inf if options.idle_minutes is None else 60 * options.idle_minutes
+    server = make_server(app, is_over=lambda: app.state.idle_seconds() > limit)
+    return Server(info, server, address.listener)
 
 
 def api_name(subject: ModelRef) -> str:

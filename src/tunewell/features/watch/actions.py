@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import FILE_NAME
-from tunewell.features.watch import exports
+from tunewell.features.watch import chat, exports
 from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.watched import Watched
 from tunewell.records.rundir import RUN_CONFIG
@@ -61,7 +61,7 @@ def possible(watched: Watched, run: StoredRun) -> list[dict[str, Any]]:
 
 def act(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
     """Do something with a run."""
-    folder, action = watched.folder.run(str(body.get("id", "."))), str(body.get("action"))
+    folder, action = watched.run(str(body.get("id", "."))), str(body.get("action"))
     found = {own["id"]: own for own in possible(watched, StoredRun(folder))}
     if action not in ("stop", "resume", "validate", "diagnose"):
         raise WatchError("refused", f"there is no action `{action[:40]}`")
@@ -80,10 +80,8 @@ def act(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
 
 def start_on_device(watched: Watched, kind: str, words: list[str], *, run: str) -> dict[str, Any]:
     """Start a job that needs the device; raise WatchError if another run holds it. Loaded chats are ended."""
-    from tunewell.features.watch.chat import end_all
-
     with watched.jobs.holding():
-        end_all(watched)
+        chat.end_all(watched)
         return watched.jobs.start(kind, words, run=run)
 
 
@@ -94,7 +92,7 @@ def job(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
 
 def export(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
     """Start an export."""
-    folder = watched.folder.run(str(body.get("id", ".")))
+    folder = watched.run(str(body.get("id", ".")))
     name = watched.folder.name_of(folder)
     words = exports.words_of(name, body)
     started = watched.jobs.start("export", [*words, "--json"], run=name)

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import explain_os_error, is_disk_full
-from tunewell.core.progress import Progress, ProgressListener
+from tunewell.core.progress import Progress
 from tunewell.features.watch import actions, chat, new, views
 from tunewell.features.watch.errors import STATUS, WatchError, error_json
 from tunewell.features.watch.folder import read_blocks
@@ -46,7 +46,7 @@ _HEADERS = {
 }
 Reader = Callable[[Watched, Mapping[str, str]], Any]
 Writer = Callable[[Watched, dict[str, Any]], Any]
-Worker = Callable[[Watched, dict[str, Any], ProgressListener], Any]
+Worker = Callable[[Watched, dict[str, Any], Callable[[Any], None]], Any]
 
 _READERS: dict[str, Reader] = {
     "session": views.session,
@@ -149,12 +149,12 @@ def _worker(watched: Watched, name: str, work: Worker) -> Callable[[Request], An
                 raise ClientDisconnect
             loop.call_soon_threadsafe(events.put_nowait, (kind, plain(content)))
 
-        def progress(now: Progress) -> None:
-            send(now.stage if isinstance(now, chat.Delta) else "progress", vars(now))
+        def emit(now: Progress | chat.Delta) -> None:
+            send("delta" if isinstance(now, chat.Delta) else "progress", vars(now))
 
         def act() -> None:
             try:
-                send("result", work(watched, body, progress))
+                send("result", work(watched, body, emit))
             except ClientDisconnect:
                 pass
             except Exception as error:  # noqa: BLE001  each error is told to the page

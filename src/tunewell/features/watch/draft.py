@@ -203,17 +203,36 @@ def _model(own: ModelNeeds) -> dict[str, Any]:
     return own.as_json()
 
 
-def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
-    """Return the config, what the model sees, what is dropped, and the plan."""
+def words(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
+    """Return the commands of the run, after a check of everything that the page has set."""
     rows, settings = _Rows(request, progress), dict(request.get("settings") or {})
     if rows.pending:
         return {"question": _question(rows.pending.question, rows.pending.number)}
-    model, method, name = str(request.get("model") or ""), str(request.get("method") or "lora"), str(request["name"])
+    model, method = str(request.get("model") or ""), str(request.get("method") or "lora")
     _require_known(model, settings)
+    path = Path(str(request["name"])) / "tunewell.yaml"
     chosen = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    init_words = ["init", rows.data, "--model", model, *(["--method", method] if method != "lora" else []), *rows.flags]
+    init_words += [*(part for text in chosen for part in ("--set", text)), "--out", str(path)]
+    train = ["tunewell", "train", "--config", path.as_posix()]
+    return {
+        "question": None,
+        "name": request["name"],
+        "config": {"path": path.as_posix()},
+        "words": init_words,
+        "sets": [*rows.sets, *chosen],
+        "commands": [shlex.join(["tunewell", *init_words]), shlex.join(train)],
+    }
+
+
+def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
+    """Return the config, what the model sees, what is dropped, and the plan."""
+    known = words(request, progress)
+    if known["question"]:
+        return known
+    rows, model = _Rows(request, progress), str(request["model"])
     progress(Progress("reading the model"))
     long: list[MenuQuestion] = []
-    path = Path(name) / "tunewell.yaml"
 
     def ask(question: MenuQuestion) -> str | None:
         long.append(question)
@@ -222,34 +241,26 @@ def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]
     result = init(
         rows.data,
         model=model,
-        method=method,
-        out=path,
-        sets=[*rows.sets, *chosen],
+        method=str(request.get("method") or "lora"),
+        out=Path(known["config"]["path"]),
+        sets=known.pop("sets"),
         is_draft=True,
         ask=ask,
         progress=progress,
     )
     own = [question for question in long if dict(question.options).keys() == {"split", "drop"}]
-    if own and _LONG not in settings:
+    if own and _LONG not in request.get("settings", {}):
         return {"question": _question(own[0], len(request.get("answers") or ()), _LONG)}
     progress(Progress("showing what the model sees"))
     seen = _inspected(rows, result, model, progress)
     progress(Progress("planning"))
-    needs = models(rows.data, names=(model,), sets=rows.sets, is_online=False).models[0]
-    words = ["init", rows.data, "--model", model, *(["--method", method] if method != "lora" else []), *rows.flags]
-    words += [part for text in chosen for part in ("--set", text)]
-    init_words = [*words, "--out", str(path)]
+    values = request.get("settings") or {}
+    needs = models(rows.data, names=(model,), sets=rows.sets, values=values, is_online=False).models[0]
     plan = needs.outlook.work.plan if needs.outlook else None
     sample = result.sample
     return {
-        "question": None,
-        "name": name,
-        "config": {"path": path.as_posix(), "text": result.text},
-        "words": init_words,
-        "commands": [
-            shlex.join(["tunewell", *init_words]),
-            shlex.join(["tunewell", "train", "--config", path.as_posix()]),
-        ],
+        **known,
+        "config": known["config"] | {"text": result.text},
         "rows": {
             "number": result.num_rows,
             "kept_for_testing": result.kept_for_testing,
@@ -320,7 +331,7 @@ def _look_up(result: InitResult, rows: _Rows) -> dict[str, Any] | None:
     return {"words": _LOOK_UP[task], "command": command, "can_start": can_start}
 
 
-_ACTS = {"read": read, "models": compare, "draft": draft}
+_ACTS = {"read": read, "models": compare, "words": words, "draft": draft}
 
 
 def _act(request: dict[str, Any], progress: ProgressListener) -> Any:

@@ -37,7 +37,7 @@ def words_of(run: str, body: dict[str, Any]) -> list[str]:
 def view(watched: Watched, run: Path) -> dict[str, Any]:
     """Return the targets, and the export that is there."""
     name, stored = watched.folder.name_of(run), StoredRun(run)
-    weights = _num_weights(stored.model)
+    weights = num_weights(stored.model)
     settings = value_in(stored.plan, "config", "export", "gguf", kind=list) or ["q8_0"]
     targets = []
     for entry in EXPORT_TARGETS.entries():
@@ -55,7 +55,8 @@ def view(watched: Watched, run: Path) -> dict[str, Any]:
     }
 
 
-def _num_weights(model: str | None) -> int | None:
+def num_weights(model: str | None) -> int | None:
+    """Return the number of weights of a model, or None if its files cannot be read."""
     from tunewell.model_files.shape import read_shape
 
     try:

@@ -14,8 +14,6 @@ from tunewell.core.files import open_file, require_disk_space
 from tunewell.core.units import size_bytes
 from tunewell.data.sources.base import detect_format
 from tunewell.features.watch.errors import WatchError
-from tunewell.records.plan import PLAN
-from tunewell.runs.state import EVENTS
 
 MAX_UPLOAD_BYTES = 4 << 30
 MAX_UPLOAD_FILES = 10_000
@@ -51,17 +49,6 @@ class WatchedFolder:
     def name_of(self, path: Path) -> str:
         """Return the path of a file relative to the folder, with `/`."""
         return path.resolve().relative_to(self.root).as_posix()
-
-    def run(self, name: str) -> Path:
-        """Return the folder of a run; raise WatchError if it is no run, or if one of its files is a link out of it."""
-        path = self.below(name)
-        if not ((path / PLAN).is_file() or (path / EVENTS).is_file()):
-            what = f"there is no run `{name[:200]}`: it was deleted or moved, or never existed"
-            raise WatchError("not_found", what, fix="choose a run in the list")
-        for entry in os.scandir(path):
-            if entry.is_symlink():
-                self.below(entry.path)
-        return path
 
     def entries(self, name: str) -> dict[str, Any]:
         """Return the files and folders in a folder, with what they can be used for."""

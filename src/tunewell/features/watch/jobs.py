@@ -45,8 +45,13 @@ class Jobs:
         self._place = folder.root / HIDDEN / "jobs"
         self._children: list[Process] = []
 
-    def start(self, kind: str, words: Sequence[str], *, run: str | None = None, **facts: Any) -> dict[str, Any]:
-        """Start `tunewell WORDS` in the folder, and return the job; raise WatchError if the disk is full."""
+    def start(
+        self, kind: str, words: Sequence[str], *, run: str | None = None, has_token: bool = False
+    ) -> dict[str, Any]:
+        """Start `tunewell WORDS` in the folder, and return the job. Raises UserError if the disk is full.
+
+        `has_token` gives it a token of its own, in a private file.
+        """
         require_disk_space(self._folder.root, _NEEDED_BYTES)
         make_private(self._place)
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -54,7 +59,10 @@ class Jobs:
         path.mkdir(mode=0o700)
         now = datetime.now().astimezone().isoformat("T", "seconds")
         job = {"id": name, "kind": kind, "run": run, "command": shlex.join(["tunewell", *words]), "started": now}
-        write_atomic(path / "job.json", json.dumps(job | facts), is_private=True)
+        write_atomic(path / "job.json", json.dumps(job), is_private=True)
+        if has_token:
+            write_atomic(path / "token", secrets.token_urlsafe(32), is_private=True)
+            words = [*words, "--token-file", str(path / "token")]
         command = [sys.executable, "-m", "tunewell.features.watch.job", str(path), *words]
         child = start_detached(command, out=path / "out", err=path / "err", folder=self._folder.root)
         self._children.append(child)
@@ -90,6 +98,10 @@ class Jobs:
     def all(self) -> list[dict[str, Any]]:
         """Return all jobs, the newest first."""
         return [self.job(name) for name in self._names()]
+
+    def running(self) -> list[dict[str, Any]]:
+        """Return the jobs that have not ended."""
+        return [self.job(name) for name in self._names() if self._owner(self._place / name)[1]]
 
     def newest_of(self, run: str, kinds: Sequence[str] = ("train", "resume")) -> dict[str, Any] | None:
         """Return the newest job of a run."""
@@ -139,7 +151,7 @@ class Jobs:
 
     # The device: one run at a time.
 
-    def holder(self, device: str | None = None, *, besides: str | None = None) -> WatchError | None:
+    def holder(self, device: str | None = None) -> WatchError | None:
         """Return why no run can be started on a device now: the run or the job that holds it. None: it is free."""
         device = device or read_machine().device("auto").name
         for path in find_runs(self._folder.root):
@@ -147,12 +159,10 @@ class Jobs:
             own = value_in(run.plan, "device", "value", kind=str) or device
             if run.is_running and run.owner and run.owner.host == socket.gethostname() and _same(own, device):
                 return self._busy(f"the run `{self._folder.name_of(path)}`", self._folder.name_of(path), str(run.owner))
-        for name in self._names():
-            if self._owner(self._place / name)[1]:
-                job = self.job(name)
-                if job["kind"] in USES_DEVICE and name != besides:
-                    named = f"the run `{job['run']}`" if job["run"] else "a command"
-                    return self._busy(named, job["run"] or "", f"`{job['command']}`, since {job['started']}")
+        for job in self.running():
+            if job["kind"] in USES_DEVICE:
+                named = f"the run `{job['run']}`" if job["run"] else "a command"
+                return self._busy(named, job["run"] or "", f"`{job['command']}`, since {job['started']}")
         return None
 
     def _busy(self, named: str, run: str, where: str) -> WatchError:

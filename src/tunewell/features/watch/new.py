@@ -74,7 +74,9 @@ def start(watched: Watched, body: dict[str, Any], progress: ProgressListener) ->
     """Write the config with `tunewell init`, and start `tunewell train`; raise WatchError if the device is held."""
     if held := watched.jobs.holder():
         raise held
-    found = draft(watched, body, progress)
+    request = _request(watched, body)
+    name = _checked_name(watched, str(body.get("name") or _free_name(watched, request["data"])))
+    found = _ask_child({**request, "name": name}, "words", progress)
     if found["question"]:
         raise WatchError("refused", "a question is not answered yet", where=found["question"]["text"])
     progress(Progress("writing the config"))

@@ -33,20 +33,22 @@ class Stream:
     def __init__(self, watched: Watched, query: Mapping[str, str], after: str) -> None:
         """Prepare a stream that goes on after an id; raise WatchError if there is no such run or id."""
         self._watched = watched
-        self._run = watched.folder.run(query["run"]) if query.get("run") else None
+        self._run = watched.run(query["run"]) if query.get("run") else None
         self._query = {"run": query.get("run", "")}
         self._has_list = query.get("runs") == "1"
         self._due: dict[str, float] = {}
         self._seen: dict[str, Any] = {}
         files = [*(self._run / name for name in views.LOGS)] if self._run else []
         try:
-            known = [LogPosition.parse(part) for part in after.split("_")] if after else []
+            known = [LogPosition.parse(part) for part in after.split("_")] if after and self._run else []
+            self._log_position = LogPosition.parse(query["log"]) if query.get("log") else None
         except ValueError:
             raise WatchError("refused", "this is not the id of an event") from None
         # A log without a known position is followed from its end.
         known += [end_of(file) for file in files[len(known) :]]
         self._logs = list(zip(files, known, strict=False))
-        self._log_position = known[len(files)] if len(known) > len(files) else None
+        if len(known) > len(files):
+            self._log_position = known[len(files)]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events until the client leaves, or the log of the run is cut."""
@@ -85,7 +87,7 @@ class Stream:
     def _new_events(self) -> Iterator[Event]:
         if self._run is not None:
             if not self._run.is_dir():
-                self._watched.folder.run(self._query["run"])
+                self._watched.run(self._query["run"])  # raises, unless the run has only begun
             yield from self._new_lines()
             yield from self._changed_run(self._run)
         if self._is_due("jobs", _RUN_SECONDS):

@@ -31,6 +31,7 @@ LOGS = (EVENTS, HEALING, SAMPLES)
 """The logs of a run in the order of their positions in the id of an event; the log of its job follows."""
 _STATUS_WORDS = {
     "finished": "finished",
+    "starting": "starting",
     "running": "running",
     "interrupted": "stopped, can be resumed",
     "stopped": "stopped by health",
@@ -82,7 +83,10 @@ def row_of(watched: Watched, run: StoredRun) -> dict[str, Any]:
         access, words = "other_user", "belongs to another user, so it can only be read"
     name = watched.folder.name_of(run.folder)
     own = {"id": name, "run": name, "access": access, "access_words": words}
-    return row | own | {"status_words": _STATUS_WORDS.get(run.status, run.status)}
+    if run.status == "unreadable" and not run.folder.is_dir() and (job := watched.jobs.newest_of(name)):
+        row["status"] = "starting" if job["status"] == "running" else "failed"
+        row["note"] = (job["error"] or {}).get("what") or job["words"]
+    return row | own | {"status_words": _STATUS_WORDS.get(row["status"], row["status"])}
 
 
 def runs(watched: Watched, query: Query) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def runs(watched: Watched, query: Query) -> dict[str, Any]:
 
 def run(watched: Watched, query: Query) -> dict[str, Any]:
     """Return everything about one run but its curve."""
-    folder = watched.folder.run(query.get("id", "."))
+    folder = watched.run(query.get("id", "."))
     found = RunStatus(folder, is_quick=True)
     settings = [{"key": key, **value} for key, value in found.plan.items() if _is_chosen(value)]
     more = {
@@ -177,7 +181,7 @@ def with_speed(event: dict[str, Any]) -> dict[str, Any]:
 
 def curve(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the steps that draw the curve of a run, its evaluations and what health did."""
-    folder = watched.folder.run(query.get("id", "."))
+    folder = watched.run(query.get("id", "."))
     first, last = number(query, "from", 0), number(query, "to", 1 << 53)
     index, guard = watched.index(folder)
     with guard:
@@ -218,7 +222,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def samples(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the sample answers by question; those before training are marked."""
-    folder = watched.folder.run(query.get("id", "."))
+    folder = watched.run(query.get("id", "."))
     rows = sorted(lines_of(folder / SAMPLES), key=lambda own: (own.get("document") or 0, own.get("step") or 0))
     questions = []
     for document, group in groupby(rows, key=lambda own: own.get("document")):
@@ -241,7 +245,7 @@ def log_path(watched: Watched, query: Query) -> Path | None:
 def log(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the end of a log."""
     if "job" not in query:
-        watched.folder.run(query.get("id", "."))
+        watched.run(query.get("id", "."))
     path = log_path(watched, query)
     if path is None:
         where = "this run was started in a terminal, which has its log"
@@ -267,7 +271,7 @@ def files(watched: Watched, query: Query) -> dict[str, Any]:
 
 def export(watched: Watched, query: Query) -> dict[str, Any]:
     """Return what can be exported, and what was."""
-    return exports.view(watched, watched.folder.run(query.get("id", ".")))
+    return exports.view(watched, watched.run(query.get("id", ".")))
 
 
 # The verdict.
@@ -284,7 +288,7 @@ _ORDER = {False: 0, None: 1, True: 2}
 
 
 def _report(watched: Watched, query: Query) -> tuple[dict[str, Any], str, Path]:
-    folder = watched.folder.run(query.get("id", "."))
+    folder = watched.run(query.get("id", "."))
     name = watched.folder.name_of(folder)
     if not (folder / "report.json").is_file():
         fix = f"`tunewell validate {shlex.quote(name)}` tests the model"

@@ -1,5 +1,6 @@
 """What the server knows while it runs: the folder, its jobs, indices of logs, and models that chat. All can be lost."""
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from starlette.applications import Starlette
 
 from tunewell.core.features import features
 from tunewell.core.files import running_owner
+from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.folder import WatchedFolder
 from tunewell.features.watch.jobs import Jobs
 from tunewell.records.plan import PLAN
@@ -60,11 +62,25 @@ class Watched:
         yield
         self.is_ending = True
 
+    def run(self, name: str) -> Path:
+        """Return the folder of a run, also of one that begins; raise WatchError if a file in it is a link out of it."""
+        path = self.folder.below(name)
+        if not ((path / PLAN).is_file() or (path / EVENTS).is_file()):
+            if self.jobs.newest_of(name) is None:
+                what = f"there is no run `{name[:200]}`: it was deleted or moved, or never existed"
+                raise WatchError("not_found", what, fix="choose a run in the list")
+            return path
+        for entry in os.scandir(path):
+            if entry.is_symlink():
+                self.folder.below(entry.path)
+        return path
+
     def stored_runs(self) -> dict[Path, StoredRun]:
         """Return the runs in the folder. Only those whose files have changed are read again."""
         with self.guard:
             found: dict[Path, tuple[Any, StoredRun]] = {}
-            for path in find_runs(self.root):
+            begun = [self.root / job["run"] for job in self.jobs.running() if job["kind"] == "train"]
+            for path in dict.fromkeys([*find_runs(self.root), *begun]):
                 signature = run_signature(path)
                 known = self._rows.get(path)
                 found[path] = known if known and known[0] == signature else (signature, StoredRun(path))
