@@ -159,6 +159,8 @@ class StepIndex:
 
     def events(self, indices: list[int]) -> Iterator[dict[str, Any]]:
         """Yield the events of steps, as the log has them."""
+        if not indices:  # before the first step there is no log
+            return
         with open_file(self.path) as file:
             for index in indices:
                 file.seek(self.offsets[index])

@@ -111,7 +111,10 @@ def build_app(watched: Watched, *, token: str, host: str, is_loopback: bool) -> 
         Route(api + "uploads", partial(_upload, watched), methods=["POST"]),
         Route(api + "stream", partial(_stream, watched)),
         Route("/download/{ticket}/{name}", partial(_download, watched)),
-        Mount("/", StaticFiles(directory=Path(__file__).with_name("static"), html=True)),
+        Mount(
+            "/",
+            StaticFiles(directory=Path(__file__).with_name("static"), packages=[("tunewell.core", "pages")], html=True),
+        ),
     ]
     middleware = [
         Middleware(_Headers),

@@ -5,12 +5,14 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.files import read_text
 from tunewell.core.version import made_by
+from tunewell.evaluation.report import view as shown
 from tunewell.features.watch import actions, exports
 from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.folder import MAX_UPLOAD_BYTES, MAX_UPLOAD_FILES
@@ -20,7 +22,7 @@ from tunewell.planning.first_config import RECIPES
 from tunewell.records.events import parse_object, plain
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
-from tunewell.records.report import HEADLINES, PAGE, read_report
+from tunewell.records.report import HEADLINES, PAGE, Report, read_report
 from tunewell.records.rundir import CRASH, OUTCOME, RUN_CONFIG
 from tunewell.runs.follow import START, LogPosition, LogReplaced, end_of, read_new
 from tunewell.runs.state import COLUMNS, EVENTS, HIGH_FIRST, StoredRun, value_in
@@ -293,7 +295,21 @@ def _report(watched: Watched, query: Query) -> tuple[dict[str, Any], str, Path]:
     if not (folder / "report.json").is_file():
         fix = f"`tunewell validate {shlex.quote(name)}` tests the model"
         raise WatchError("not_found", f"the run `{name}` has no verdict yet", fix=fix)
-    return plain(read_report(folder).model_dump(mode="python")), name, folder
+    report = read_report(folder)
+    return plain(report.model_dump(mode="python")) | {"view": _as_shown(report)}, name, folder
+
+
+def _as_shown(report: Report) -> dict[str, Any]:
+    """Return the figures of a report as its page shows them, so that both say the same."""
+    return {
+        "title": shown.title(report),
+        "key_metrics": list(map(asdict, shown.key_metrics(report))),
+        "metrics": list(map(asdict, shown.all_metrics(report))),
+        "source_metrics": [asdict(row) for _, row in shown.source_metrics(report)],
+        "judge_sentences": shown.judge_sentences(report),
+        "fields": shown.field_rows(report),
+        "fault_words": shown.FAULT_WORDS,
+    }
 
 
 def report(watched: Watched, query: Query) -> dict[str, Any]:
