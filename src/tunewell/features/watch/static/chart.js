@@ -95,6 +95,9 @@ function range(low, high) {
   return [low >= 0 && low < 0.4 * high ? 0 : low - padding, high + padding];
 }
 
+/** Of the splits of a logarithmic axis, the powers of ten. @param {unknown} _ @param {number[]} splits */
+const powers = (_, splits) => splits.map((own) => (Number.isInteger(Math.log10(own)) ? own : null));
+
 /** Draw what the lines cannot show: steps that are not finite, health events, and the best evaluation.
  * @param {uPlot} plot @param {Curve} curve @param {Metric} metric @param {number[]} bad @param {(name: string) => string} colour */
 function drawMarks(plot, curve, metric, bad, colour) {
@@ -176,11 +179,12 @@ export function Chart({ curve, metric, version }) {
   useEffect(() => {
     const holder = box.current;
     if (!holder || isEmpty) return;
-    const style = getComputedStyle(document.documentElement);
+    const style = getComputedStyle(document.body);
     const colour = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
     const { say } = METRICS[metric];
+    const shown = isLog ? powers : (/** @type {unknown} */ _, splits) => splits;
     const dimensions = () => ({ width: holder.clientWidth, height: holder.clientWidth < 500 ? 230 : 320 });
-    const axis = { stroke: colour('--soft'), font: `12px ${style.fontFamily}`, ticks: { stroke: colour('--grid') } };
+    const axis = { stroke: colour('--soft'), font: `12px ${style.fontFamily}`, ticks: { stroke: colour('--grid'), size: 6 } };
     const live = drawn.current;
     const options = {
       ...dimensions(),
@@ -192,7 +196,9 @@ export function Chart({ curve, metric, version }) {
         { ...axis, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
         {
           ...axis,
-          grid: { stroke: colour('--grid'), width: 1 },
+          grid: { stroke: colour('--grid'), width: 1, filter: shown },
+          ticks: { stroke: colour('--grid'), size: 6, filter: shown },
+          filter: shown,
           size: metric === 'memory_bytes' ? 72 : 60,
           values: (_, /** @type {(number | null)[]} */ ticks) =>
             ticks.map((tick) => (tick === null ? '' : metric === 'memory_bytes' ? size(tick) : number(tick, 3))),

@@ -1,5 +1,5 @@
 // The page of `tunewell watch`. It keeps no state of its own: screens read records through the API and start commands.
-import { html, render, useEffect } from './vendor/vendor.js';
+import { html, render, useEffect, useErrorBoundary } from './vendor/vendor.js';
 import { access, findToken, get, isOnline, useToken } from './api.js';
 import { Home } from './home.js';
 import { New } from './new.js';
@@ -39,13 +39,21 @@ function Shell() {
     </div>`}
     <main tabindex="-1">
       ${session
-        ? html`<${Screen} session=${session} place=${place.value} key=${`${place.value.screen} ${place.value.id ?? ''}`} />`
+        ? html`<${Whole} key=${`${place.value.screen} ${place.value.id ?? ''}`}><${Screen} session=${session} place=${place.value} /><//>`
         : error && isOnline.value
           ? html`<h1>tunewell</h1><${Problem} error=${error} onRetry=${again} />`
           : html`<${Busy} text="Opening" />`}
     </main>
-    ${session && html`<footer><p>tunewell ${session.version} on <bdi>${session.machine?.device}</bdi>. Nothing leaves this computer.</p></footer>`}
+    ${session && html`<footer><p><bdi>${session.version}</bdi> on <bdi>${session.machine?.device}</bdi>. Nothing leaves this computer.</p></footer>`}
   `;
+}
+
+/** A screen, or what went wrong in it. @param {{ children?: unknown }} own */
+function Whole({ children }) {
+  const [error, again] = useErrorBoundary((failure) => console.error(failure));
+  if (!error) return children;
+  return html`<h1 tabindex="-1">This screen cannot be shown</h1>
+    <${Problem} error=${{ message: String(error), fix: 'in a terminal, `tunewell runs` shows the same; please report this' }} onRetry=${again} />`;
 }
 
 function NotFound() {

@@ -256,7 +256,7 @@ function Preview({ rows }) {
   const cell = (/** @type {unknown} */ text) => html`<span class="cell" dir="auto">${visible(text)}</span>`;
   const chats = rows.conversations ?? [];
   return html`${rows.columns?.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="The first rows">
-      <table class="preview"><caption>The first rows of the file</caption>
+      <table class="preview">
         <thead><tr>${rows.columns.map((/** @type {string} */ name) => html`<th scope="col"><${Bdi} text=${name} /></th>`)}</tr></thead>
         <tbody>${rows.rows.map((/** @type {string[]} */ row) => html`<tr>${row.map((text) => html`<td>${cell(text)}</td>`)}</tr>`)}</tbody>
       </table></div>`}
@@ -268,7 +268,7 @@ function Preview({ rows }) {
 
 /** Documents can be looked up instead of learned. @param {{ data: string, session: any }} own */
 function Documents({ data, session }) {
-  return html`<div class="notice">
+  return html`<div class="notice calm">
     <p><strong>These are documents, not conversations.</strong></p>
     <p>Training on them teaches their tone, and facts only loosely. To get answers with their sources, let a model look them up instead: nothing is trained.</p>
     <${LookUp} data=${data} session=${session} canStart=${session.features.index} />
@@ -289,7 +289,7 @@ function LookUp({ data, canStart, command }) {
       setState({ error });
     }
   };
-  return html`${canStart && !state.job && html`<button type="button" onClick=${start} disabled=${state.isSent}>Look up instead</button>`}
+  return html`${canStart && !state.job && html`<div class="actions"><button type="button" onClick=${start} disabled=${state.isSent}>Look up instead</button></div>`}
     <${Problem} error=${state.error} />
     ${state.job && html`<${Job} id=${state.job.id} />`}
     <${Command} command=${state.command ?? command} />`;
@@ -394,7 +394,7 @@ function Check({ request, session, to }) {
       for await (const { name, data } of streamed('new/start', request, new AbortController().signal)) {
         if (name === 'progress') setStart({ isSent: true, progress: data });
         if (name === 'error') setStart({ error: new ApiError(400, data.error) });
-        if (name === 'result') go({ screen: 'run', id: data.run });
+        if (name === 'result') go({ screen: 'run', id: data.run, job: data.job?.id });
       }
     } catch (failure) {
       setStart({ error: failure });
@@ -414,7 +414,7 @@ function Check({ request, session, to }) {
     <${Facts} pairs=${facts} />
     ${rows.too_few && html`<div class="notice"><p><strong>Few rows.</strong> <${Prose} text=${sentence(rows.too_few)} /></p></div>`}
     ${rows.remarks.map((/** @type {string} */ text) => html`<p class="fine"><${Prose} text=${text} /></p>`)}
-    ${result.look_up && html`<div class="notice"><p><strong>Look up instead?</strong> <${Prose} text=${sentence(result.look_up.words)} /></p>
+    ${result.look_up && html`<div class="notice calm"><p><strong>Look up instead?</strong> <${Prose} text=${sentence(result.look_up.words)} /></p>
       <${LookUp} data=${request.data} session=${session} canStart=${result.look_up.can_start} command=${result.look_up.command} /></div>`}
     <${Problem} error=${result.blocked && new ApiError(409, result.blocked)} onRetry=${again} />
     <${Problem} error=${start.error} />

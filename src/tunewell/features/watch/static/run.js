@@ -13,13 +13,15 @@ import { Verdict } from './verdict.js';
 
 const MAX_LOG = 65_536;
 const NUM_SAMPLES = 4;
+const TURN_END = /(<\|[\w-]+\|>|<\/s>|<end_of_turn>)\s*$/;
 const WITHOUT = { tokens_per_second: null, memory_bytes: null, seconds: null, epoch: null, was_skipped: false };
 
 /** Load a run and follow it. What is shown is what the records say: a reset of a log drops what was undone.
- * @param {string} id */
-function useRun(id) {
+ * @param {string} id @param {string | undefined} started the job that starts it */
+function useRun(id, started) {
   const [run, setRun] = useState(/** @type {any} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
+  const [job, setJob] = useState(/** @type {any} */ (null));
   const [line, setLine] = useState('');
   const [round, setRound] = useState(0);
   const [version, setVersion] = useState(0);
@@ -51,6 +53,7 @@ function useRun(id) {
     };
     const load = async () => {
       try {
+        if (started) await begun(id, started, controller.signal, setJob);
         const [first, curve, samples, log] = await Promise.all([
           get(`run?${query}`, controller.signal),
           get(`curve?${query}`, controller.signal),
@@ -68,7 +71,8 @@ function useRun(id) {
       } catch (failure) {
         if (controller.signal.aborted) return;
         setError(failure);
-        if (/** @type {ApiError} */ (failure).code === 'offline') setTimeout(() => setRound((own) => own + 1), 2000);
+        const { status } = /** @type {ApiError} */ (failure);
+        if (!status || status >= 500) setTimeout(() => setRound((own) => own + 1), 2000);
       }
     };
     load();
@@ -78,7 +82,20 @@ function useRun(id) {
       end();
     };
   }, [id, round]);
-  return { run, error, line, version, ...records.current, again: () => setRound((own) => own + 1) };
+  return { run, error, job, line, version, ...records.current, again: () => setRound((own) => own + 1) };
+}
+
+/** Wait until a run that was started has its folder, or its job has ended.
+ * @param {string} id @param {string} started @param {AbortSignal} signal @param {(job: any) => void} onJob */
+async function begun(id, started, signal, onJob) {
+  for (;;) {
+    const { runs } = await get(`runs?${new URLSearchParams({ search: id })}`, signal);
+    const job = await get(`job?${new URLSearchParams({ id: started })}`, signal);
+    if (runs.some((own) => own.id === id)) return onJob(null);
+    onJob(job);
+    if (job.status !== 'running') throw new ApiError(400, job.error ?? { what: 'the training ended before its first step' });
+    await new Promise((go) => setTimeout(go, 1000));
+  }
 }
 
 /** @param {any} curve @param {any} row */
@@ -106,7 +123,7 @@ function addSample(questions, row) {
 /** @param {{ session: any, place: import('./router.js').Place }} own */
 export function Run({ session, place }) {
   const id = place.id ?? '';
-  const { run, error, line, version, curve, samples, log, again } = useRun(id);
+  const { run, error, job, line, version, curve, samples, log, again } = useRun(id, place.job);
   const tab = place.tab ?? '';
   const was = useRef('');
   useEffect(() => {
@@ -117,7 +134,7 @@ export function Run({ session, place }) {
   }, [run?.status, run?.verdict, run?.steps]);
   if (!run) {
     return html`<h1 tabindex="-1"><${Bdi} text=${id} /></h1>
-      ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text="Reading the run" />`}`;
+      ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text=${job ? visible(job.words || 'Starting: this takes some seconds') : 'Reading the run'} /><${Command} command=${job?.command} />`}`;
   }
   const to = (/** @type {string} */ own) => ({ screen: 'run', id, ...(own && { tab: own }) });
   const tabs = [
@@ -214,7 +231,7 @@ export function Actions({ session, run }) {
   const refused = own.filter((action) => !action.is_possible && action.why_not && action.id === 'resume' && status !== 'finished');
   return html`<${Problem} error=${state.error} />
     ${possible.length > 0 && html`<div class="actions">
-      ${possible.map((action, /** @type {number} */ index) => html`<button type="button" class=${index ? '' : 'primary'} disabled=${Boolean(state.busy)}
+      ${possible.map((action, /** @type {number} */ index) => html`<button type="button" class=${index === 0 && status !== 'finished' ? 'primary' : ''} disabled=${Boolean(state.busy)}
         onClick=${() => (action.id === 'remove_lock' ? setState({ ask: action }) : act(action))}>${state.busy === action.id ? 'A moment …' : action.label}</button>`)}
     </div>`}
     ${refused.map((action) => html`<p class="hint">${action.label} is not possible: <${Prose} text=${action.why_not} /></p>`)}
@@ -222,7 +239,7 @@ export function Actions({ session, run }) {
     ${state.job && html`<${Job} id=${state.job.id} key=${state.job.id} />`}
     ${state.ask && html`<${Confirm} title=${`${state.ask.label}?`} yes=${state.ask.label} onYes=${() => act(state.ask)} onNo=${() => setState({})}>
       <p>Do this only if no process works in the run any more: it could write at the same time.</p><//>`}
-    ${possible.length > 0 && html`<details class="more"><summary>These buttons as commands</summary>
+    ${possible.length > 0 && html`<details class="more"><summary>The same in a terminal</summary>
       ${possible.map((action) => html`<${Command} label=${action.label} command=${action.command} />`)}</details>`}`;
 }
 
@@ -263,7 +280,7 @@ function Samples({ questions, isRunning }) {
       const between = answers.filter((each) => each !== first && each !== newest).reverse();
       return html`<article class="exchange" key=${own.document}>
         <div class="question"><${Said} text=${own.question} label="Question" /></div>
-        ${own.reference && html`<div class="reference"><span class="label">Expected</span><${Said} text=${own.reference} label="Expected answer" /></div>`}
+        ${own.reference && html`<div class="reference"><span class="label">Expected</span><${Said} text=${own.reference.replace(TURN_END, '')} label="Expected answer" /></div>`}
         <div class="sides">${first && html`<${SampleAnswer} answer=${first} />`}
           ${newest ? html`<${SampleAnswer} answer=${newest} />` : html`<div class="answer"><p class="label">trained</p><p class="none">No answer yet.</p></div>`}</div>
         ${between.length > 0 && html`<details><summary>${count(between.length, 'answer')} in between</summary>${between.map((answer) => html`<${SampleAnswer} answer=${answer} />`)}</details>`}

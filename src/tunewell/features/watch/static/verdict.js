@@ -21,11 +21,9 @@ const MAX_CONFUSIONS = 12;
 
 /** @param {{ session: any, run: any, place: import('./router.js').Place }} own */
 export function Verdict({ session, run, place }) {
-  const { data: report, error, again } = useLoaded(`report?${new URLSearchParams({ id: run.id, of: run.verdict ?? '' })}`);
-  useEffect(() => {
-    if (error) again();
-  }, [run.has_report]);
-  if (error?.code === 'not_found') return html`<${None} run=${run} session=${session} error=${error} />`;
+  const { data: report, error, again } = useLoaded(run.has_report ? `report?${new URLSearchParams({ id: run.id })}` : null);
+  useEffect(again, [run.verdict, run.job?.status]);
+  if (!run.has_report || error?.code === 'not_found') return html`<${None} run=${run} session=${session} error=${error} />`;
   if (error) return html`<${Problem} error=${error} onRetry=${again} />`;
   if (!report) return html`<${Busy} text="Reading the report" />`;
   const view = report.view;
@@ -66,11 +64,11 @@ export function Verdict({ session, run, place }) {
     <${Command} command=${report.command} />`;
 }
 
-/** No verdict yet: why, and the way to one. @param {{ session: any, run: any, error: ApiError }} own */
+/** No verdict yet: why, and the way to one. @param {{ session: any, run: any, error: ApiError | null }} own */
 function None({ session, run, error }) {
   const isRunning = run.status === 'running';
   return html`<section><h2>${isRunning ? 'The verdict comes after the training' : 'There is no verdict yet'}</h2>
-    <p class="lead">${isRunning ? 'Rows that the model never sees are kept aside. At the end it answers them, next to the model as it was before.' : html`<${Prose} text=${error.fix || error.message} />`}</p>
+    <p class="lead">${isRunning ? 'Rows that the model never sees are kept aside. At the end it answers them, next to the model as it was before.' : error ? html`<${Prose} text=${error.fix || error.message} />` : 'Let it answer rows that it has not seen, next to the model as it was before.'}</p>
     ${!isRunning && html`<${Actions} session=${session} run=${run} />`}</section>`;
 }
 
