@@ -50,7 +50,7 @@ def state(watched: Watched, query: Mapping[str, Any]) -> dict[str, Any]:
     sides = []
     for side, model in _models(watched, run).items():
         job = watched.jobs.newest_of(watched.folder.name_of(run), (f"chat-{side}",))
-        status = "off" if job is None or job["status"] in ("done", "lost") else job["status"]
+        status = "off" if job is None or job["status"] in ("done", "lost", "stopped") else job["status"]
         is_ready = status == "running" and job is not None and "url" in _info(watched, job["id"])
         status = "ready" if is_ready else "loading" if status == "running" else status
         error = job["error"] if job and status == "failed" else None

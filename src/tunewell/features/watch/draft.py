@@ -288,7 +288,9 @@ def _require_known(model: str, settings: dict[str, Any]) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if key not in _SETTINGS or not (is_number or (key == _LONG and value in ("split", "drop"))):
             raise UserError(f"the page cannot set `{key[:60]}` to this", fix=f"it sets {', '.join(sorted(_SETTINGS))}")
-    is_below = not Path(model).is_absolute() and Path(model).resolve().is_relative_to(Path.cwd().resolve())
+    is_below = (
+        bool(model) and not Path(model).is_absolute() and Path(model).resolve().is_relative_to(Path.cwd().resolve())
+    )
     is_known = find_in_catalogue(model) or model in {own.name for own in find_local_models(Path.cwd())}
     if not (is_known or model.startswith("preset:") or (is_below and Path(model).exists())):
         raise UserError(f"the model `{model[:100]}` is not on the list of this page", fix="choose one of the list")

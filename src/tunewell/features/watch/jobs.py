@@ -30,6 +30,7 @@ from tunewell.records.rundir import LOCK
 from tunewell.runs.state import StoredRun, find_runs, read_object, value_in
 
 USES_DEVICE = frozenset({"train", "resume", "validate"})
+_STOPPED = frozenset({130, 143})
 _VERDICTS = frozenset({3, 4})
 """Exit codes of `train`, `validate` and `export` that are results, and no failures."""
 _MAX_JOBS = 200
@@ -81,6 +82,8 @@ class Jobs:
         result = read_object(path / "out") if code is not None else {}
         if code == 0 or (code in _VERDICTS and "error" not in result):
             state = "done"
+        if code in _STOPPED:
+            state = "stopped"
         err = _end(path / "err")
         error = result.get("error") if state in ("failed", "lost") else None
         if state in ("failed", "lost") and not isinstance(error, dict):
