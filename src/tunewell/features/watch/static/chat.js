@@ -20,7 +20,7 @@ export function Chat({ session, run }) {
   const { data, error, again } = useLoaded(path, { every: POLL_SECONDS });
   if (error && !data) return html`<${Problem} error=${error} onRetry=${again} />`;
   if (!data) return html`<${Busy} text="Asking for the models" />`;
-  const sides = data.sides;
+  const sides = [...data.sides].sort((a, b) => a.side.localeCompare(b.side));
   const ready = sides.filter((own) => own.status === 'ready');
   const loading = sides.filter((own) => own.status === 'loading');
   const act = async (/** @type {string} */ what, body) => {
@@ -45,7 +45,7 @@ export function Chat({ session, run }) {
         ${hasBase && html`<label class="check"><input type="checkbox" checked=${wanted} onChange=${(event) => setWanted(event.target.checked)} /> Also the base model, beside it (needs memory for both)</label>`}
         <div class="actions"><button type="button" class="primary large" onClick=${open} disabled=${isOpening}>${isOpening ? 'Starting …' : 'Start the chat'}</button></div>`}`}
     ${loading.length > 0 && html`<${Busy} text=${`Loading the ${loading.map((own) => NAMES[own.side].toLowerCase()).join(' and the ')}`} />`}
-    ${ready.length > 0 && html`<${Talk} run=${run} sides=${ready} key=${ready.map((own) => own.side).join()} />
+    ${ready.length > 0 && !loading.length && html`<${Talk} run=${run} sides=${ready} />
       <div class="actions"><button type="button" onClick=${() => act('close', {})}>End the chat and free the memory</button></div>`}
     ${sides.map((own) => html`<${Command} label=${`${NAMES[own.side]} in a terminal`} command=${own.command} />`)}
   </section>`;

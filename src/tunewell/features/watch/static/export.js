@@ -19,7 +19,7 @@ export function Export({ session, run }) {
 function Targets({ data, run, session, onEnd }) {
   const firsts = data.targets.filter((own) => own.is_recommended).map((own) => own.name);
   const [chosen, setChosen] = useState(/** @type {string[]} */ (firsts.length ? firsts : data.targets.slice(0, 1).map((own) => own.name)));
-  const [precision, setPrecision] = useState(/** @type {string} */ (data.targets.find((own) => own.precisions.length)?.precisions[0] ?? ''));
+  const [precision, setPrecision] = useState('');
   const [state, setState] = useState(/** @type {{ job?: any, error?: any, command?: string }} */ (data.job?.status === 'running' ? { job: data.job } : {}));
   const isRunning = state.job && state.job.status === 'running';
   const exporting = (run.actions ?? []).find((own) => own.id === 'export');
@@ -29,7 +29,7 @@ function Targets({ data, run, session, onEnd }) {
   const start = async (/** @type {Event} */ event) => {
     event.preventDefault();
     try {
-      setState(await send('export', { id: run.id, to: chosen, gguf: hasPrecision ? precision : null }));
+      setState(await send('export', { id: run.id, to: chosen, gguf: (hasPrecision && precision) || null }));
     } catch (error) {
       setState({ error });
     }
@@ -48,6 +48,7 @@ function Targets({ data, run, session, onEnd }) {
     </fieldset>
     ${hasPrecision && html`<div class="fields"><label for="precision">Precision of the GGUF file</label>
       <select id="precision" value=${precision} onChange=${(event) => setPrecision(event.target.value)}>
+        <option value="">as the config says</option>
         ${picked.flatMap((own) => own.precisions).filter((/** @type {string} */ own, /** @type {number} */ index, /** @type {string[]} */ all) => all.indexOf(own) === index).map((/** @type {string} */ own) => html`<option value=${own}>${own}</option>`)}
       </select></div>`}
     <p class="hint">${total > 0 && `About ${size(total)} will be written to `}${total > 0 && html`<code>${visible(data.folder)}</code>; `}${size(data.free_bytes)} are free. Each file is loaded again and compared with the trained model: that is the proof.</p>

@@ -78,7 +78,6 @@ function Reason({ reason }) {
     <p><span class=${`badge ${reason.level}`}><${Sign} name=${reason.level} />${words(reason.code)}</span></p>
     <p><${Prose} text=${reason.what} /></p>
     ${reason.example && html`<p class="hint">For example: <bdi>${visible(reason.example)}</bdi></p>`}
-    <p class="hint">What to do: <${Prose} text=${reason.next} /></p>
   </div>`;
 }
 
