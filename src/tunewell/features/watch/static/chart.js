@@ -161,8 +161,8 @@ export function describe(curve, metric) {
   return parts.join(' ') || 'No value yet.';
 }
 
-/** @param {{ curve: Curve, metric: Metric, version: number }} own */
-export function Chart({ curve, metric, version }) {
+/** @param {{ curve: Curve, metric: Metric }} own */
+export function Chart({ curve, metric }) {
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const drawn = useRef(/** @type {{ plot?: uPlot, curve: Curve, bad: number[] }} */ ({ curve, bad: [] }));
   const [dark, setDark] = useState(0);
@@ -244,7 +244,7 @@ export function Chart({ curve, metric, version }) {
     drawn.current.curve = curve;
     drawn.current.bad = bad;
     drawn.current.plot?.setData(/** @type {any} */ (data));
-  }, [version, curve]);
+  }, [curve]);
 
   const remarks = [];
   if (bad.length) {

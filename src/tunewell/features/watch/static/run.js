@@ -24,24 +24,30 @@ function useRun(id, started) {
   const [job, setJob] = useState(/** @type {any} */ (null));
   const [line, setLine] = useState('');
   const [round, setRound] = useState(0);
-  const [version, setVersion] = useState(0);
-  const records = useRef({ curve: /** @type {any} */ (null), samples: /** @type {any[]} */ ([]), log: { text: '', where: '', is_cut: false } });
+  const records = useRef({ curve: /** @type {any} */ (null), samples: /** @type {any[]} */ ([]), log: { text: '', where: '' } });
+  const [shown, setShown] = useState(records.current);
 
   useEffect(() => {
     const controller = new AbortController();
     const query = new URLSearchParams({ id });
     let end = () => {};
     let frame = 0;
+    // New objects, because a part whose values are the same is not drawn again.
+    const show = () => {
+      frame = 0;
+      const { curve, samples: known, log } = records.current;
+      setShown({ curve: { ...curve }, samples: [...known], log: { ...log } });
+    };
     const draw = () => {
-      if (!frame) frame = requestAnimationFrame(() => ((frame = 0), setVersion((own) => own + 1)));
+      frame ||= requestAnimationFrame(show);
     };
     const onEvent = (/** @type {{ name: string, data: any }} */ { name, data }) => {
       const own = records.current;
       if (name === 'run') setRun((old) => ({ ...old, ...data }));
       else if (name === 'gone') setError(new ApiError(404, data.error));
       else if (name === 'steps') for (const row of data.rows) append(own.curve, row);
-      else if (name === 'held_out') own.curve.held_out.push(...data.rows);
-      else if (name === 'healing') own.curve.healing.push(...data.rows);
+      else if (name === 'held_out') own.curve.held_out = [...own.curve.held_out, ...data.rows];
+      else if (name === 'healing') own.curve.healing = [...own.curve.healing, ...data.rows];
       else if (name === 'samples') for (const row of data.rows) addSample(own.samples, row);
       else if (name === 'log') own.log.text = (own.log.text + data.text).slice(-MAX_LOG);
       else if (name === 'reset') {
@@ -82,7 +88,7 @@ function useRun(id, started) {
       end();
     };
   }, [id, round]);
-  return { run, error, job, line, version, ...records.current, again: () => setRound((own) => own + 1) };
+  return { run, error, job, line, ...shown, again: () => setRound((own) => own + 1) };
 }
 
 /** Wait until a run that was started has its folder, or its job has ended.
@@ -123,7 +129,7 @@ function addSample(questions, row) {
 /** @param {{ session: any, place: import('./router.js').Place }} own */
 export function Run({ session, place }) {
   const id = place.id ?? '';
-  const { run, error, job, line, version, curve, samples, log, again } = useRun(id, place.job);
+  const { run, error, job, line, curve, samples, log, again } = useRun(id, place.job);
   const tab = place.tab ?? '';
   const was = useRef('');
   useEffect(() => {
@@ -132,7 +138,7 @@ export function Run({ session, place }) {
     if (was.current && was.current !== run.status) announce(`The run is now: ${run.status_words ?? run.status}`);
     was.current = run.status;
   }, [run?.status, run?.verdict, run?.steps]);
-  if (!run) {
+  if (!run || !curve) {
     return html`<h1 tabindex="-1"><${Bdi} text=${id} /></h1>
       ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text=${job ? visible(job.words || 'Starting: this takes some seconds') : 'Reading the run'} /><${Command} command=${job?.command} />`}`;
   }
@@ -159,12 +165,12 @@ export function Run({ session, place }) {
     ${line === 'cut' && html`<p class="hint" role="status">The connection was cut; it is opened again, and goes on where it was.</p>`}
     ${screen
       ? html`<${screen} session=${session} run=${run} place=${place} />`
-      : html`<${Training} session=${session} run=${run} curve=${curve} samples=${samples} log=${log} version=${version} />`}
+      : html`<${Training} session=${session} run=${run} curve=${curve} samples=${samples} log=${log} />`}
   `;
 }
 
-/** @param {{ session: any, run: any, curve: any, samples: any[], log: any, version: number }} own */
-function Training({ session, run, curve, samples, log, version }) {
+/** @param {{ session: any, run: any, curve: any, samples: any[], log: any }} own */
+function Training({ session, run, curve, samples, log }) {
   const [metric, setMetric] = useState(/** @type {import('./chart.js').Metric} */ ('loss'));
   const isRunning = run.status === 'running';
   const last = (/** @type {string} */ name) => curve.columns[name]?.[curve.columns[name].length - 1] ?? null;
@@ -195,7 +201,7 @@ function Training({ session, run, curve, samples, log, version }) {
         ${Object.entries(METRICS).map(([name, own]) => html`<button type="button" aria-pressed=${name === metric} onClick=${() => setMetric(/** @type {import('./chart.js').Metric} */ (name))}>${own.name}</button>`)}
       </div></div>
       ${curve.num_damaged > 0 && html`<div class="notice"><p>${count(curve.num_damaged, 'line')} of the log cannot be read and ${curve.num_damaged === 1 ? 'is' : 'are'} left out.</p></div>`}
-      <${Chart} curve=${curve} metric=${metric} version=${version} key=${metric} />
+      <${Chart} curve=${curve} metric=${metric} key=${metric} />
     </section>
     <${Health} healing=${curve.healing} lines=${run.healing_lines ?? []} advice=${run.advice ?? []} />
     <section><h2>Samples</h2><${Samples} questions=${samples} isRunning=${isRunning} /></section>
