@@ -23,7 +23,7 @@ from tunewell.records.rundir import CRASH, LOCK, OUTCOME, PULSE, RUN_CONFIG
 EVENTS = "events.jsonl"
 _TAIL_BYTES, _MORE_BYTES, _ALL_BYTES = 8192, 1 << 16, 1 << 22
 """Enough for the end of a report, where its verdict is; for the last steps of a run; and for its evaluations."""
-_HELD_OUT = re.compile(rb'^\{"kind": "held_out".*$', re.MULTILINE)
+_HELD_OUT = b'\n{"kind": "held_out"'
 _VERDICT = re.compile(rb'\n  "verdict": "([A-Z]+)"')
 _MAX_DEPTH = 4
 _SKIPPED = frozenset({"checkpoints", "node_modules", "__pycache__", "export", "site-packages"})
@@ -122,7 +122,8 @@ class StoredRun:
         if self.ended:
             return value_in(self.ended, "held_out", "best")
         # Only these lines are parsed: those of steps are many.
-        lines = _HELD_OUT.findall(_read_end(self.folder / EVENTS, _ALL_BYTES))
+        parts = (b"\n" + _read_end(self.folder / EVENTS, _ALL_BYTES)).split(_HELD_OUT)[1:]
+        lines = [_HELD_OUT[1:] + part.partition(b"\n")[0] for part in parts]
         losses = [value_in(parse_object(line), "loss") for line in lines]
         return min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=None)
 

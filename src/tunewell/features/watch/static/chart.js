@@ -23,7 +23,7 @@ const LARGEST = 1e100;
 const LOG_RATIO = 20;
 const FEW = 2;
 
-const canDraw = (/** @type {unknown} */ value) => isFinite_(value) && Math.abs(value) < LARGEST;
+const canDraw = (value) => isFinite_(value) && Math.abs(value) < LARGEST;
 
 /** The value at which a curve is cut, so that a single spike does not flatten the rest; null if none is that high.
  * @param {number[][]} curves */
@@ -73,11 +73,11 @@ function points(curve, metric) {
   const positive = all.filter((own) => own > 0);
   const isLog = metric === 'loss' && Math.max(...all) / LOG_RATIO >= Math.min(...positive);
   const floor = isLog ? Math.min(...positive) : -Infinity;
-  const cut = (/** @type {number | null | undefined} */ own) =>
+  const cut = (own) =>
     own === null || own === undefined ? own : Math.max(floor, Math.min(own, limit ?? Infinity));
   const at = new Map(steps.map((step, index) => [step, index]));
   const x = [...new Set([...steps, ...evaluations.keys()])].sort((a, b) => a - b);
-  const pick = (/** @type {(number | null)[]} */ own) =>
+  const pick = (own) =>
     x.map((step) => (at.has(step) ? cut(own[/** @type {number} */ (at.get(step))]) : undefined));
   const bad = [
     ...steps.filter((_, index) => train[index] !== null && !canDraw(train[index])),
@@ -104,7 +104,7 @@ function drawMarks(plot, curve, metric, bad, colour) {
   const { ctx, bbox } = plot;
   const scale = devicePixelRatio;
   const bottom = bbox.top + bbox.height;
-  const across = (/** @type {number} */ step) => Math.round(plot.valToPos(step, 'x', true));
+  const across = (step) => Math.round(plot.valToPos(step, 'x', true));
   ctx.save();
   ctx.lineWidth = 1.5 * scale;
   for (const event of curve.healing) {
@@ -180,9 +180,9 @@ export function Chart({ curve, metric }) {
     const holder = box.current;
     if (!holder || isEmpty) return;
     const style = getComputedStyle(document.body);
-    const colour = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
+    const colour = (name) => style.getPropertyValue(name).trim();
     const { say } = METRICS[metric];
-    const shown = isLog ? powers : (/** @type {unknown} */ _, splits) => splits;
+    const shown = isLog ? powers : (_, splits) => splits;
     const dimensions = () => ({ width: holder.clientWidth, height: holder.clientWidth < 500 ? 230 : 320 });
     const axis = { stroke: colour('--soft'), font: `12px ${style.fontFamily}`, ticks: { stroke: colour('--grid'), size: 6 } };
     const live = drawn.current;
@@ -217,9 +217,9 @@ export function Chart({ curve, metric }) {
         },
       ],
       hooks: {
-        draw: [(/** @type {uPlot} */ plot) => drawMarks(plot, live.curve, metric, live.bad, colour)],
+        draw: [(plot) => drawMarks(plot, live.curve, metric, live.bad, colour)],
         setCursor: [
-          (/** @type {uPlot} */ plot) => {
+          (plot) => {
             const index = plot.cursor.idx;
             const step = index === null || index === undefined ? undefined : plot.data[0][index];
             setUnder(step === undefined ? '' : readout(live.curve, metric, step, say));
@@ -276,7 +276,7 @@ function readout(curve, metric, step, say) {
 
 /** @param {{ curve: Curve, metric: Metric, hasMeans: boolean, bad: number }} own */
 function Legend({ curve, metric, hasMeans, bad }) {
-  const key = (/** @type {string} */ name) => html`<span class=${`swatch ${name}`} aria-hidden="true"></span>`;
+  const key = (name) => html`<span class=${`swatch ${name}`} aria-hidden="true"></span>`;
   const best = metric === 'loss' ? curve.held_out.findLast((own) => own.is_best) : undefined;
   const hasHealing = curve.healing.length > 0;
   return html`<ul class="legend">

@@ -2,7 +2,8 @@
 import { html, useEffect, useRef, useState } from './vendor/vendor.js';
 import { ApiError, send, streamed } from './api.js';
 import { count, duration, visible } from './format.js';
-import { Bdi, Busy, Command, Problem, Said, VerdictWord, announce, sentence, useLoaded } from './parts.js';
+import { Bdi, Busy, Command, Problem, Said, VerdictWord, announce, sentence } from './parts.js';
+import { useLoaded } from './parts.js';
 import { Link } from './router.js';
 
 /** @type {Record<string, string>} */
@@ -23,7 +24,7 @@ export function Chat({ session, run }) {
   const sides = [...data.sides].sort((a, b) => a.side.localeCompare(b.side));
   const ready = sides.filter((own) => own.status === 'ready');
   const loading = sides.filter((own) => own.status === 'loading');
-  const act = async (/** @type {string} */ what, body) => {
+  const act = async (what, body) => {
     setFailure(null);
     setOpening(true);
     try {
@@ -71,7 +72,7 @@ function Talk({ run, sides }) {
   /** Change the last message of a side. @param {string} side @param {(last: Message) => Message} change */
   const edit = (side, change) => setTalks((old) => ({ ...old, [side]: [...old[side].slice(0, -1), change(old[side][old[side].length - 1])] }));
 
-  const answer = async (/** @type {string} */ side, /** @type {Message[]} */ messages) => {
+  const answer = async (side, /** @type {Message[]} */ messages) => {
     const own = messages.map(({ role, content }) => ({ role, content }));
     try {
       for await (const { name, data } of streamed('chat/say', { id: run.id, side, messages: own, temperature: 0 }, controller.current.signal)) {
@@ -83,7 +84,7 @@ function Talk({ run, sides }) {
       if (!controller.current.signal.aborted) edit(side, (last) => ({ ...last, error }));
     }
   };
-  const ask = async (/** @type {Event} */ event) => {
+  const ask = async (event) => {
     event.preventDefault();
     const text = field.current?.value.trim() ?? '';
     if (!text || isBusy || !field.current) return;
@@ -99,7 +100,7 @@ function Talk({ run, sides }) {
     announce('Answered');
     field.current?.focus({ preventScroll: true });
   };
-  const key = (/** @type {KeyboardEvent} */ event) => {
+  const key = (event) => {
     if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) ask(event);
   };
   const turns = Math.max(0, ...sides.map(({ side }) => talks[side]?.length ?? 0)) / 2;

@@ -24,9 +24,9 @@ function Targets({ data, run, session, onEnd }) {
   const isRunning = state.job && state.job.status === 'running';
   const exporting = (run.actions ?? []).find((own) => own.id === 'export');
   const picked = data.targets.filter((own) => chosen.includes(own.name));
-  const total = picked.reduce((/** @type {number} */ sum, own) => sum + (own.predicted_bytes ?? 0), 0);
+  const total = picked.reduce((sum, own) => sum + (own.predicted_bytes ?? 0), 0);
   const hasPrecision = picked.some((own) => own.precisions.length > 0);
-  const start = async (/** @type {Event} */ event) => {
+  const start = async (event) => {
     event.preventDefault();
     try {
       setState(await send('export', { id: run.id, to: chosen, gguf: (hasPrecision && precision) || null }));
@@ -49,7 +49,7 @@ function Targets({ data, run, session, onEnd }) {
     ${hasPrecision && html`<div class="fields"><label for="precision">Precision of the GGUF file</label>
       <select id="precision" value=${precision} onChange=${(event) => setPrecision(event.target.value)}>
         <option value="">as the config says</option>
-        ${picked.flatMap((own) => own.precisions).filter((/** @type {string} */ own, /** @type {number} */ index, /** @type {string[]} */ all) => all.indexOf(own) === index).map((/** @type {string} */ own) => html`<option value=${own}>${own}</option>`)}
+        ${picked.flatMap((own) => own.precisions).filter((own, index, all) => all.indexOf(own) === index).map((own) => html`<option value=${own}>${own}</option>`)}
       </select></div>`}
     <p class="hint">${total > 0 && `About ${size(total)} will be written to `}${total > 0 && html`<code>${visible(data.folder)}</code>; `}${size(data.free_bytes)} are free. Each file is loaded again and compared with the trained model: that is the proof.</p>
     <${Problem} error=${state.error} />
@@ -63,7 +63,7 @@ function Targets({ data, run, session, onEnd }) {
 /** What was exported: the proof, the files, and what to type. @param {{ own: any, run: any, folder: string }} own */
 function Existing({ own, run, folder }) {
   const [error, setError] = useState(/** @type {any} */ (null));
-  const save = (/** @type {string} */ path) => download(path).catch(setError);
+  const save = (path) => download(path).catch(setError);
   const level = own.is_ok ? 'PASS' : 'FAIL';
   const bad = [...(own.failed?.links ?? []), ...own.links].filter((link) => !link.is_ok);
   return html`<section><h2>The export</h2>
@@ -77,7 +77,7 @@ function Existing({ own, run, folder }) {
     <ul class="files">${own.artefacts.flatMap((artefact) => artefact.files.map((file) => html`<li key=${file.path}>
       <button type="button" class="entry" onClick=${() => save(file.path.startsWith(folder) ? file.path : `${folder}/${file.path}`)}><${Bdi} text=${file.path.split('/').pop()} /><span class="hint">${artefact.name}, ${size(file.bytes)}, save</span></button></li>`))}</ul>
     ${own.ollama && html`<${Command} label="To use it in Ollama, type" command=${own.ollama.command} />`}
-    ${own.notes.map((/** @type {string} */ text) => html`<p class="fine"><${Prose} text=${sentence(text)} /></p>`)}
+    ${own.notes.map((text) => html`<p class="fine"><${Prose} text=${sentence(text)} /></p>`)}
   </section>`;
 }
 

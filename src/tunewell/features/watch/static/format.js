@@ -85,7 +85,7 @@ export function duration(seconds) {
   if (seconds < 0) return `-${duration(-seconds)}`;
   if (seconds < 0.9995) return `${(seconds * 1000).toFixed(0)} ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
-  const two = (/** @type {number} */ part) => String(part).padStart(2, '0');
+  const two = (part) => String(part).padStart(2, '0');
   const whole = Math.round(seconds);
   if (whole < 60) return `${whole} s`;
   if (whole < 3600) return `${Math.floor(whole / 60)} m ${two(whole % 60)} s`;

@@ -63,7 +63,7 @@ function NotFound() {
 
 /** What one sees without the token: how to come in. */
 function Locked() {
-  const open = (/** @type {Event} */ event) => {
+  const open = (event) => {
     event.preventDefault();
     const field = /** @type {HTMLInputElement} */ (document.getElementById('token'));
     useToken(field.value);

@@ -2,7 +2,8 @@
 import { html, useEffect, useRef, useState } from './vendor/vendor.js';
 import { ApiError, get, streamed, upload } from './api.js';
 import { count, duration, number, percent, setting, size, visible, words } from './format.js';
-import { Bar, Bdi, Busy, Command, Facts, Numbers, Problem, Prose, Reasons, announce, sentence, useLoaded } from './parts.js';
+import { Bar, Bdi, Busy, Command, Facts, Numbers, Problem, Prose, Reasons } from './parts.js';
+import { announce, sentence, useLoaded } from './parts.js';
 import { go } from './router.js';
 
 const STAGES = ['Rows', 'Questions', 'Model', 'Check and start'];
@@ -18,7 +19,7 @@ const MAX_TOKENS = 4000;
 
 /** The choices in the address as the body of a request. @param {import('./router.js').Place} place */
 function requestOf(place) {
-  const parsed = (/** @type {string} */ text, none) => {
+  const parsed = (text, none) => {
     try {
       return JSON.parse(text);
     } catch {
@@ -71,7 +72,7 @@ function Progress({ progress, text }) {
 export function New({ session, place }) {
   const request = requestOf(place);
   const stage = !request.data ? 0 : place.step === 'model' ? 2 : place.step === 'plan' ? 3 : 1;
-  const to = (/** @type {Record<string, string>} */ changes) => go({ ...place, ...changes });
+  const to = (changes) => go({ ...place, ...changes });
   useEffect(() => {
     document.title = `New model: ${STAGES[stage]} · tunewell`;
   }, [stage]);
@@ -80,7 +81,7 @@ export function New({ session, place }) {
       <p class="none">This page was started with <code>--read-only</code>, so it starts nothing.</p>`;
   }
   const screens = [
-    html`<${Rows} session=${session} onChoose=${(/** @type {string} */ data) => to({ data })} />`,
+    html`<${Rows} session=${session} onChoose=${(data) => to({ data })} />`,
     html`<${Questions} request=${request} session=${session} to=${to} />`,
     html`<${Models} request=${request} session=${session} to=${to} />`,
     html`<${Check} request=${request} session=${session} to=${to} />`,
@@ -121,7 +122,7 @@ function Rows({ session, onChoose }) {
   const files = useRef(/** @type {HTMLInputElement | null} */ (null));
   const folder = useRef(/** @type {HTMLInputElement | null} */ (null));
 
-  const send = async (/** @type {File[]} */ own) => {
+  const send = async (own) => {
     setError(null);
     if (!own.length) return setError(new ApiError(400, { what: 'no file was dropped', fix: 'drop a file with rows, or choose one' }));
     if (own.length > session.limits.upload_files) {
@@ -139,7 +140,7 @@ function Rows({ session, onChoose }) {
       let data = '';
       for (const [index, file] of own.entries()) {
         const query = new URLSearchParams({ name: file.name, ...(into && { into }) });
-        const progress = (/** @type {number} */ share) => setSent({ name: file.name, share, number: index + 1, total: own.length });
+        const progress = (share) => setSent({ name: file.name, share, number: index + 1, total: own.length });
         progress(0);
         const answer = await upload(`uploads?${query}`, file, progress);
         into = answer.into ?? '';
@@ -153,12 +154,12 @@ function Rows({ session, onChoose }) {
       setSent(null);
     }
   };
-  const drop = async (/** @type {DragEvent} */ event) => {
+  const drop = async (event) => {
     event.preventDefault();
     setOver(false);
     if (event.dataTransfer) await filesOf(event.dataTransfer).then(send, setError);
   };
-  const over = (/** @type {DragEvent} */ event) => {
+  const over = (event) => {
     event.preventDefault();
     setOver(true);
   };
@@ -212,7 +213,7 @@ function Questions({ request, session, to }) {
   }
   if (!result) return html`<h1 tabindex="-1">Reading the rows</h1><${Progress} progress=${progress} text="Reading" />`;
   if (result.question) {
-    return html`<${Question} question=${result.question} key=${answers.length} onAnswer=${(/** @type {string} */ value) => to({ answers: JSON.stringify([...answers, value]) })} />
+    return html`<${Question} question=${result.question} key=${answers.length} onAnswer=${(value) => to({ answers: JSON.stringify([...answers, value]) })} />
       <h2 class="later">The first rows, as they would be read now</h2><${Preview} rows=${result.rows} />
       <${Back} onBack=${() => history.back()} />`;
   }
@@ -233,7 +234,7 @@ const Back = ({ onBack }) => html`<div class="actions"><button type="button" onC
 
 /** One question with its options. @param {{ question: any, onAnswer: (value: string) => void }} own */
 export function Question({ question, onAnswer }) {
-  const answer = (/** @type {SubmitEvent} */ event) => {
+  const answer = (event) => {
     event.preventDefault();
     onAnswer(String(new FormData(/** @type {HTMLFormElement} */ (event.target)).get('option')));
   };
@@ -241,7 +242,7 @@ export function Question({ question, onAnswer }) {
     <h1 tabindex="-1" id="question"><${Prose} text=${question.text} /></h1>
     ${question.shown.length > 0 && html`<${Facts} pairs=${question.shown.map((own) => [visible(own.name), visible(own.text)])} />`}
     <fieldset aria-labelledby="question">
-      ${question.options.map((own, /** @type {number} */ index) => html`<label class="option">
+      ${question.options.map((own, index) => html`<label class="option">
         <input type="radio" name="option" value=${own.value} defaultChecked=${index === 0} required />
         <span dir="auto">${visible(own.label)}${index === 0 && html`<em class="hint"> likeliest</em>`}</span></label>`)}
     </fieldset>
@@ -253,15 +254,15 @@ export function Question({ question, onAnswer }) {
 function Preview({ rows }) {
   if (!rows) return null;
   if (rows.problem) return html`<${Problem} error=${new ApiError(400, rows.problem)} />`;
-  const cell = (/** @type {unknown} */ text) => html`<span class="cell" dir="auto">${visible(text)}</span>`;
+  const cell = (text) => html`<span class="cell" dir="auto">${visible(text)}</span>`;
   const chats = rows.conversations ?? [];
   return html`${rows.columns?.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="The first rows">
       <table class="preview">
-        <thead><tr>${rows.columns.map((/** @type {string} */ name) => html`<th scope="col"><${Bdi} text=${name} /></th>`)}</tr></thead>
-        <tbody>${rows.rows.map((/** @type {string[]} */ row) => html`<tr>${row.map((text) => html`<td>${cell(text)}</td>`)}</tr>`)}</tbody>
+        <thead><tr>${rows.columns.map((name) => html`<th scope="col"><${Bdi} text=${name} /></th>`)}</tr></thead>
+        <tbody>${rows.rows.map((row) => html`<tr>${row.map((text) => html`<td>${cell(text)}</td>`)}</tr>`)}</tbody>
       </table></div>`}
     ${chats.length > 0 && html`<div class="chats"><p class="label">As the model will read them</p>
-      ${chats.map((/** @type {any[]} */ messages) => html`<div class="chat">
+      ${chats.map((messages) => html`<div class="chat">
         ${messages.map((own) => html`<p class=${`message ${own.role}`}><span class="label">${own.role}</span><span dir="auto">${visible(own.content)}</span></p>`)}
       </div>`)}</div>`}`;
 }
@@ -344,7 +345,7 @@ function Models({ request, session, to }) {
   if (!result) return html`<h1 tabindex="-1">Which model?</h1><${Progress} progress=${progress} text="Comparing models for these rows on this computer" />`;
   const shown = [...(result.recommended ? [result.recommended] : []), ...result.alternatives];
   const chosen = request.model ?? result.recommended?.name ?? result.alternatives[0]?.name ?? '';
-  const submit = (/** @type {SubmitEvent} */ event) => {
+  const submit = (event) => {
     event.preventDefault();
     const form = new FormData(/** @type {HTMLFormElement} */ (event.target));
     const name = other.trim() || String(form.get('model') ?? '');
@@ -385,7 +386,7 @@ function Check({ request, session, to }) {
   if (error) return html`<h1 tabindex="-1">This cannot be planned</h1><${Problem} error=${error} onRetry=${again} /><${Back} onBack=${() => history.back()} />`;
   if (!result) return html`<h1 tabindex="-1">Making the plan</h1><${Progress} progress=${progress} text="Reading the first rows as this model sees them" />`;
   if (result.question) {
-    return html`<${Question} question=${result.question} onAnswer=${(/** @type {string} */ value) => to({ answers: JSON.stringify([...request.answers, value]) })} />
+    return html`<${Question} question=${result.question} onAnswer=${(value) => to({ answers: JSON.stringify([...request.answers, value]) })} />
       <${Back} onBack=${() => history.back()} />`;
   }
   const begin = async () => {
@@ -413,7 +414,7 @@ function Check({ request, session, to }) {
   return html`<h1 tabindex="-1">Ready to start</h1>
     <${Facts} pairs=${facts} />
     ${rows.too_few && html`<div class="notice"><p><strong>Few rows.</strong> <${Prose} text=${sentence(rows.too_few)} /></p></div>`}
-    ${rows.remarks.map((/** @type {string} */ text) => html`<p class="fine"><${Prose} text=${text} /></p>`)}
+    ${rows.remarks.map((text) => html`<p class="fine"><${Prose} text=${text} /></p>`)}
     ${result.look_up && html`<div class="notice calm"><p><strong>Look up instead?</strong> <${Prose} text=${sentence(result.look_up.words)} /></p>
       <${LookUp} data=${request.data} session=${session} canStart=${result.look_up.can_start} command=${result.look_up.command} /></div>`}
     <${Problem} error=${result.blocked && new ApiError(409, result.blocked)} onRetry=${again} />
@@ -433,7 +434,7 @@ function Check({ request, session, to }) {
       </details>
       <details><summary>The file that is written: <code>${visible(result.config.path)}</code></summary><pre class="code" tabindex="0">${visible(result.config.text)}</pre></details>
     </section>
-    ${result.commands.map((/** @type {string} */ own, /** @type {number} */ index) => html`<${Command} command=${own} label=${index ? 'then' : 'The same in a terminal'} />`)}`;
+    ${result.commands.map((own, index) => html`<${Command} command=${own} label=${index ? 'then' : 'The same in a terminal'} />`)}`;
 }
 
 /** A conversation as its tokens, with those that are learned marked. @param {{ document: any }} own */
@@ -462,7 +463,7 @@ function Dropped({ dropped, sampled }) {
 
 /** Settings that can be changed here. @param {{ request: any, to: (changes: Record<string, string>) => void }} own */
 function Settings({ request, to }) {
-  const change = (/** @type {SubmitEvent} */ event) => {
+  const change = (event) => {
     event.preventDefault();
     const form = new FormData(/** @type {HTMLFormElement} */ (event.target));
     const given = Object.keys(SETTINGS).map((key) => [key, String(form.get(key) ?? '').trim()]).filter(([, text]) => text);

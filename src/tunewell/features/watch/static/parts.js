@@ -137,8 +137,8 @@ export const Reasons = ({ head, rows }) =>
 /** A table of numbers; columns from the second on are aligned to the right.
  * @param {{ caption?: string, head: string[], rows: unknown[][], foot?: unknown[], left?: number }} own */
 export const Numbers = ({ caption, head, rows, foot, left = 1 }) => {
-  const side = (/** @type {number} */ column) => (column >= left ? 'n' : '');
-  const cells = (/** @type {unknown[]} */ row) =>
+  const side = (column) => (column >= left ? 'n' : '');
+  const cells = (row) =>
     row.map((cell, column) =>
       column
         ? html`<td class=${side(column)}>${cell}</td>`

@@ -34,7 +34,7 @@ export function go(at, { replace = false, isSame = replace } = {}) {
 /** A link to a place of the page. With a key held, the browser opens a tab as usual.
  * @param {{ to: Place, class?: string, current?: boolean, children?: unknown }} own */
 export function Link({ to, class: name, current, children }) {
-  const follow = (/** @type {MouseEvent} */ event) => {
+  const follow = (event) => {
     if (event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
     event.preventDefault();
     go(to);

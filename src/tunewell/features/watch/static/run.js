@@ -4,10 +4,12 @@ import { ApiError, follow, get, send } from './api.js';
 import { Chart, METRICS } from './chart.js';
 import { Chat } from './chat.js';
 import { Export } from './export.js';
-import { ago, count, date, duration, loss, number, setting, size, visible, words } from './format.js';
+import { ago, count, date, duration, loss, number, setting, size, visible } from './format.js';
+import { words } from './format.js';
 import { StatusWord } from './home.js';
 import { Job } from './new.js';
-import { Bar, Bdi, Busy, Command, Confirm, Facts, Problem, Prose, Reasons, Said, Sign, VerdictWord, announce, sentence } from './parts.js';
+import { Bar, Bdi, Busy, Command, Confirm, Facts, Problem, Prose, Reasons, Said } from './parts.js';
+import { Sign, VerdictWord, announce, sentence } from './parts.js';
 import { Link } from './router.js';
 import { Verdict } from './verdict.js';
 
@@ -113,7 +115,7 @@ function append(curve, row) {
 
 /** Drop the steps that a rewind has undone. @param {any} curve @param {number} last */
 function undo(curve, last) {
-  const kept = curve.columns.step.filter((/** @type {number} */ step) => step <= last).length;
+  const kept = curve.columns.step.filter((step) => step <= last).length;
   for (const column of Object.values(curve.columns)) /** @type {any[]} */ (column).length = kept;
   curve.held_out = curve.held_out.filter((own) => own.step <= last);
   curve.last_step = last;
@@ -142,7 +144,7 @@ export function Run({ session, place }) {
     return html`<h1 tabindex="-1"><${Bdi} text=${id} /></h1>
       ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text=${job ? visible(job.words || 'Starting: this takes some seconds') : 'Reading the run'} /><${Command} command=${job?.command} />`}`;
   }
-  const to = (/** @type {string} */ own) => ({ screen: 'run', id, ...(own && { tab: own }) });
+  const to = (own) => ({ screen: 'run', id, ...(own && { tab: own }) });
   const tabs = [
     ['', 'Training'],
     ['verdict', 'Verdict'],
@@ -173,7 +175,7 @@ export function Run({ session, place }) {
 function Training({ session, run, curve, samples, log }) {
   const [metric, setMetric] = useState(/** @type {import('./chart.js').Metric} */ ('loss'));
   const isRunning = run.status === 'running';
-  const last = (/** @type {string} */ name) => curve.columns[name]?.[curve.columns[name].length - 1] ?? null;
+  const last = (name) => curve.columns[name]?.[curve.columns[name].length - 1] ?? null;
   const best = curve.held_out.findLast((own) => own.is_best);
   const share = run.planned_steps ? (run.steps ?? 0) / run.planned_steps : null;
   const left = run.seconds_left !== null && run.seconds_left !== undefined ? `about ${duration(run.seconds_left)} left` : '';
@@ -192,7 +194,7 @@ function Training({ session, run, curve, samples, log }) {
     ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage && sentence(run.stage), run.steps !== null && run.planned_steps && `step ${count(run.steps)} of ${count(run.planned_steps)}`, left].filter(Boolean).join(', ')} />`}
     ${run.state && html`<p class="state"><${Prose} text=${sentence(run.state)} /></p>`}
     ${run.job?.status === 'failed' && run.job.error && html`<${Problem} error=${new ApiError(400, run.job.error)} />`}
-    ${(run.problems ?? []).map((/** @type {string} */ text) => html`<div class="notice"><p><${Prose} text=${sentence(text)} /></p></div>`)}
+    ${(run.problems ?? []).map((text) => html`<div class="notice"><p><${Prose} text=${sentence(text)} /></p></div>`)}
     ${run.verdict && html`<${Link} to=${{ screen: 'run', id: run.id, tab: 'verdict' }} class=${`see ${run.verdict}`}><${Sign} name=${run.verdict} /><span><strong>${run.verdict}</strong> See the verdict and the answers</span><//>`}
     <${Actions} session=${session} run=${run} />
     <${Facts} pairs=${facts} />
@@ -237,7 +239,7 @@ export function Actions({ session, run }) {
   const refused = own.filter((action) => !action.is_possible && action.why_not && action.id === 'resume' && status !== 'finished');
   return html`<${Problem} error=${state.error} />
     ${possible.length > 0 && html`<div class="actions">
-      ${possible.map((action, /** @type {number} */ index) => html`<button type="button" class=${index === 0 && status !== 'finished' ? 'primary' : ''} disabled=${Boolean(state.busy)}
+      ${possible.map((action, index) => html`<button type="button" class=${index === 0 && status !== 'finished' ? 'primary' : ''} disabled=${Boolean(state.busy)}
         onClick=${() => (action.id === 'remove_lock' ? setState({ ask: action }) : act(action))}>${state.busy === action.id ? 'A moment …' : action.label}</button>`)}
     </div>`}
     ${refused.map((action) => html`<p class="hint">${action.label} is not possible: <${Prose} text=${action.why_not} /></p>`)}

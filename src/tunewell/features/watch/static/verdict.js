@@ -2,7 +2,8 @@
 import { html, useEffect, useState } from './vendor/vendor.js';
 import { ApiError, download } from './api.js';
 import { count, date, loss, number, percent, setting, visible, words } from './format.js';
-import { Bdi, Busy, Command, Facts, More, Numbers, Problem, Prose, Reasons, Said, Sign, useLoaded } from './parts.js';
+import { Bdi, Busy, Command, Facts, More, Numbers, Problem, Prose, Reasons } from './parts.js';
+import { Said, Sign, useLoaded } from './parts.js';
 import { go } from './router.js';
 import { Actions } from './run.js';
 
@@ -44,11 +45,11 @@ export function Verdict({ session, run, place }) {
     </section>
     <${Task} report=${report} />
     <section><h2>Answers</h2>
-      ${view.judge_sentences.map((/** @type {string} */ text) => html`<p class="fine"><${Prose} text=${text} /></p>`)}
+      ${view.judge_sentences.map((text) => html`<p class="fine"><${Prose} text=${text} /></p>`)}
       <${Answers} report=${report} run=${run} place=${place} faults=${view.fault_words} />
     </section>
     <${Forgotten} report=${report} />
-    ${report.notes.length > 0 && html`<section><h2>Notes</h2><ul class="notes">${report.notes.map((/** @type {string} */ text) => html`<li><${Prose} text=${text} /></li>`)}</ul></section>`}
+    ${report.notes.length > 0 && html`<section><h2>Notes</h2><ul class="notes">${report.notes.map((text) => html`<li><${Prose} text=${text} /></li>`)}</ul></section>`}
     <section><h2>How it was tested</h2>
       <${Facts} pairs=${[
         ['Tested', html`${report.subject.kind === 'run' ? 'a run' : report.subject.kind}${report.subject.step !== null ? `; checkpoint of step ${count(report.subject.step)}` : ''} <span class="hint"><${Prose} text=${report.subject.because} /></span>`],
@@ -100,7 +101,7 @@ function Next({ report, run, session }) {
 /** One of the most important metrics: before, after, and how much that is. @param {{ metric: any }} own */
 function Card({ metric }) {
   const [base, tuned] = metric.shares ?? [null, null];
-  const wide = (/** @type {number | null} */ share) => 240 * (share ?? 0);
+  const wide = (share) => 240 * (share ?? 0);
   return html`<div class="card"><p class="label">${metric.name}</p>
     <p class="figures">${metric.base && html`<span>${metric.base}</span> → `}<strong>${metric.tuned}</strong></p>
     ${metric.shares && html`<svg class="bars" viewBox="0 0 240 13" preserveAspectRatio="none" aria-hidden="true">
@@ -176,7 +177,7 @@ function Given({ name, answer, faults }) {
   const mark = answer.right === null ? '' : answer.right ? 'right' : 'wrong';
   return html`<div class="answer"><p class="label"><span>${name}</span>
       ${mark && html`<span class=${`mark ${mark}`}><${Sign} name=${mark} />${mark === 'wrong' && answer.is_refusal ? 'refused' : mark}</span>`}
-      ${answer.faults.map((/** @type {string} */ own) => html`<span>${faults[own] ?? words(own)}</span>`)}</p>
+      ${answer.faults.map((own) => html`<span>${faults[own] ?? words(own)}</span>`)}</p>
     <${Said} text=${answer.text} label=${`Answer of the ${name.toLowerCase()}`} />
     <p class="hint">${answer.because && html`<${Prose} text=${answer.because} />, `}${count(answer.num_tokens, 'token')}, ${answer.ended ? 'stopped by itself' : 'cut off at the limit'}, F1 ${number(answer.f1, 2)}</p></div>`;
 }
