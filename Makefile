@@ -18,7 +18,7 @@ TRL_PINS := transformers==4.57.3 trl==0.26.1
 # Without compiled bytecode each process that a test starts compiles transformers again, which takes 2 to 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts without-features demo demo-full bench clean
+.PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts without-features watch-test demo demo-full bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,10 @@ counts: setup ## how large the code is, how many functions a training step enter
 
 without-features: setup ## the delete test: types, contracts, pages and collection without each feature
 	$(BIN)/python tests/house/without_features.py
+
+watch-test: setup ## the API of the page: truth, independence, security; then its size
+	$(BIN)/pytest -m "slow or not slow" tests/features/watch
+	$(BIN)/python benchmarks/watch.py
 
 demo: setup ## from real rows to a verdict in about two minutes, with a model of 135M parameters
 	@rm -rf demo && $(BIN)/tunewell demo --out demo

@@ -28,7 +28,7 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count
 
 _ORDER = (
-    "models init inspect prepare plan train sweep runs compare track profile validate export verify push notebook chat "
+    "models init inspect prepare plan train watch sweep runs compare track profile validate export verify push notebook chat "
     "serve index ask diagnose doctor explain glossary schema"
 )
 _SPINE = "models init inspect prepare plan train runs validate export verify chat explain glossary schema"
@@ -38,7 +38,7 @@ COMMANDS = tuple(sorted(_MODULES.items(), key=lambda one: [*_ORDER.split(), one[
 PLUGINS = {name: plugin for name, plugin in plugin_commands().items() if name not in _MODULES}
 """The commands of features of other packages."""
 
-_FIRST = ("train", "chat", "export", "index", "ask", "compare", "doctor")
+_FIRST = ("train", "watch", "chat", "export", "index", "ask", "compare", "doctor")
 _OTHERS = {
     "your rows": "demo models init inspect prepare",
     "runs": "plan validate runs sweep profile track",
