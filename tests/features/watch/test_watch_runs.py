@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -262,3 +263,62 @@ def test_a_job_that_fails_tells_why(project):
         kind, data = page.work("new/draft", data="rows.jsonl", model="broken", name="x", answers=[])
         assert kind == "error"
         assert data["error"]["what"]
+
+
+def test_ten_shown_commands_do_what_the_buttons_did(project):
+    """Guards against a command on the screen that does not work as pasted, or does something else."""
+    replayed: list[str] = []
+
+    def replay(command: str, *, codes: tuple[int, ...] = (0, 3, 4)) -> Any:
+        """Run a shown command in the folder, and return its JSON."""
+        words = [sys.executable, "-m", "tunewell", *shlex.split(command)[1:]]
+        done = subprocess.run(words, cwd=project, capture_output=True, text=True, check=False)
+        assert done.returncode in codes, done.stderr
+        replayed.append(command.split()[1])
+        return json.loads(done.stdout) if "--json" in command else done.stdout
+
+    request = {"data": "rows.jsonl", "answers": []}
+    with watching(project) as page:
+        found = page.work("new/models", **request)[1]
+        assert replay(f"{found['command']} --json")["recommended"] == (found["recommended"] or {}).get("name")
+        body = request | {"model": "model", "name": "one", "settings": {"train.max_steps": 16}}
+        shown = page.work("new/draft", **body)[1]
+        kind, started = page.work("new/start", **body)
+        assert kind == "result", started
+        assert started["config"]["text"] == shown["config"]["text"]
+        wait_for(lambda: page.get("run", id="one/run")["steps"])
+        for command in started["commands"][:1]:
+            replay(command.replace("one/", "two/"))
+        assert (project / "two" / "tunewell.yaml").read_text() == shown["config"]["text"]
+        wait_for(lambda: page.get("job", id=started["job"]["id"])["status"] == "done")
+        replay(started["commands"][1].replace("one/", "two/"))
+        assert weights(project / "one" / "run") == weights(project / "two" / "run")
+        row = page.get("runs")
+        assert len(replay(f"{row['command']} --json")) == row["total"] == 2
+        run = page.get("run", id="one/run")
+        assert replay(f"{run['command']} --json")["steps"] == run["steps"] == 16
+        actions = {own["id"]: own for own in run["actions"]}
+        job = page.post("act", id="one/run", action="validate")["job"]
+        wait_for(lambda: page.get("job", id=job["id"])["status"] == "done")
+        report = page.get("report", id="one/run")
+        again = replay(f"{actions['validate']['command']} --json")
+        assert (again["verdict"], again["tuned_tally"]) == (report["verdict"], report["tuned_tally"])
+        assert report["exchanges_counts"]["all"] == len(again["exchanges"])
+        exported = page.post("export", id="one/run", to=["adapter"])
+        wait_for(lambda: page.get("job", id=exported["job"]["id"])["status"] != "running")
+        shown = page.get("export", id="one/run")
+        assert shown["existing"]["is_ok"], shown["job"]
+        known = json.loads((project / "one" / "run" / "export" / "proof.json").read_text())["artefacts"][0]["sha256s"]
+        replay(exported["command"].replace("one/", "two/"))
+        other = json.loads((project / "two" / "run" / "export" / "proof.json").read_text())["artefacts"][0]["sha256s"]
+        names = [name for name in known if name.endswith(".safetensors")]
+        assert names and [known[name] for name in names] == [other[name] for name in names]
+        assert {own["path"]: own["bytes"] for own in shown["existing"]["artefacts"][0]["files"]}
+        job = page.post("act", id="one/run", action="diagnose")["job"]
+        wait_for(lambda: page.get("job", id=job["id"])["status"] != "running")
+        replay(actions["diagnose"]["command"])
+        replay(actions["resume"]["command"])  # it has ended, and says so
+        replay(actions["stop"]["command"], codes=(2,))
+        read = page.work("new/read", **request)[1]
+        replay(f"{read['command']} --model model --out three.yaml")
+    assert len(replayed) >= 10
