@@ -3,9 +3,8 @@ import { signal } from './vendor/vendor.js';
 
 const KEY = 'tunewell-token';
 const API = 'api/v1/';
-const RETRY_SECONDS = [0.5, 1, 2, 4, 8];
+const RETRY_SECONDS = [0.5, 1, 2, 4];
 const QUIET_SECONDS = 25;
-const HIDDEN_SECONDS = 5;
 // A browser opens six connections to one host. Further tabs ask again and again instead of holding one.
 const NUM_STREAMS = 4;
 const ASK_SECONDS = 2;
@@ -20,13 +19,12 @@ let token = '';
 
 /** What went wrong, where, and how to fix it, as the command line says it. */
 export class ApiError extends Error {
-  /** @param {number} status @param {{ what?: string, where?: string | null, fix?: string | null, code?: string }} [said] */
+  /** @param {number} status @param {{ what?: string, where?: string | null, fix?: string | null }} [said] */
   constructor(status, said = {}) {
     super(said.what || `the server answered ${status}`);
     this.status = status;
     this.where = said.where ?? '';
     this.fix = said.fix ?? '';
-    this.code = said.code ?? '';
   }
 }
 
@@ -80,19 +78,18 @@ async function open(path, options = {}) {
   } catch (error) {
     if (options.signal?.aborted) throw error;
     isOnline.value = false;
-    throw new ApiError(0, {
-      what: 'the server has ended; runs go on without it',
-      fix: 'start `tunewell watch` again, and open the new address that it prints',
-      code: 'offline',
-    });
+    const fix = 'start `tunewell watch` again, and open the new address that it prints';
+    throw new ApiError(0, { what: 'the server has ended; runs go on without it', fix });
   }
   isOnline.value = true;
-  if (answer.status === 401) access.value = 'refused';
-  else access.value = 'ok';
+  access.value = answer.status === 401 ? 'refused' : 'ok';
   if (answer.ok) return answer;
   const said = await answer.json().catch(() => ({}));
   throw new ApiError(answer.status, said.error ?? said);
 }
+
+/** An error that the page itself finds. @param {string} what @param {string} fix */
+export const refusal = (what, fix) => new ApiError(400, { what, fix });
 
 /** The JSON at a path. @param {string} path @param {AbortSignal} [signal] @returns {Promise<any>} */
 export const get = async (path, signal) => (await open(path, { signal })).json();
@@ -103,31 +100,10 @@ export async function send(path, body = {}, method = 'POST') {
   return (await open(path, { method, headers, body: JSON.stringify(body) })).json();
 }
 
-/** Upload files one by one, with the share that has been sent.
- * @param {string} path @param {File} file @param {(share: number) => void} onProgress @returns {Promise<any>} */
-export function upload(path, file, onProgress) {
-  return new Promise((resolve, reject) => {
-    const request = new XMLHttpRequest();
-    request.open('POST', API + path);
-    request.setRequestHeader('Authorization', `Bearer ${token}`);
-    request.setRequestHeader('Content-Type', 'application/octet-stream');
-    request.upload.onprogress = (event) => event.lengthComputable && onProgress(event.loaded / event.total);
-    request.onload = () => {
-      let said = {};
-      try {
-        said = JSON.parse(request.responseText);
-      } catch {
-        // An answer without JSON, as of a proxy: its status is said.
-      }
-      if (request.status < 300) resolve(said);
-      else reject(new ApiError(request.status, (said).error ?? said));
-    };
-    request.onerror = () =>
-      reject(
-        new ApiError(0, { what: `\`${file.name}\` could not be sent`, fix: 'check that it can be read, and try again' }),
-      );
-    request.send(file);
-  });
+/** Upload a file; the browser reads it while it is sent. @param {string} path @param {File} file @returns {Promise<any>} */
+export async function upload(path, file) {
+  const headers = { 'Content-Type': 'application/octet-stream' };
+  return (await open(path, { method: 'POST', headers, body: file })).json();
 }
 
 /** Let the browser save a file of the folder. @param {string} path */
@@ -161,11 +137,27 @@ async function* eventsOf(answer, onBytes) {
   }
 }
 
-/** Send JSON and yield what is streamed back. @param {string} path @param {unknown} body @param {AbortSignal} signal */
+/** Send JSON and yield what is streamed back; an error among it is thrown.
+ * @param {string} path @param {unknown} body @param {AbortSignal} signal */
 export async function* streamed(path, body, signal) {
   const headers = { 'Content-Type': 'application/json' };
   const answer = await open(path, { method: 'POST', headers, body: JSON.stringify(body), signal });
-  for await (const event of eventsOf(answer)) yield { ...event, data: event.data ? JSON.parse(event.data) : null };
+  for await (const { name, data: text } of eventsOf(answer)) {
+    const data = text ? JSON.parse(text) : null;
+    if (name === 'error') throw new ApiError(400, data.error);
+    yield { name, data };
+  }
+}
+
+/** Send JSON, and return the result after the progress.
+ * @param {string} path @param {unknown} body @param {(progress: any) => void} onProgress @param {AbortSignal} [signal] @returns {Promise<any>} */
+export async function work(path, body, onProgress, signal = new AbortController().signal) {
+  let result = null;
+  for await (const { name, data } of streamed(path, body, signal)) {
+    if (name === 'progress') onProgress(data);
+    else if (name === 'result') result = data;
+  }
+  return result;
 }
 
 /** Take one of the connections for streams; null if other tabs hold all of them. @returns {Promise<(() => void) | null>} */
@@ -186,7 +178,7 @@ async function takeStream() {
 /** Follow a log: it goes on after the last event if the connection is cut, and is closed while the tab is hidden.
  * @param {string} path
  * @param {(event: { id: string, name: string, data: any }) => void} onEvent
- * @param {{ from?: string, onState?: (state: 'open' | 'cut' | 'closed' | 'hidden', error?: ApiError) => void }} [options]
+ * @param {{ from?: string, onState?: (state: 'open' | 'cut' | 'closed', error?: ApiError) => void }} [options]
  * @returns {() => void} a function that ends it */
 export function follow(path, onEvent, { from = '', onState = () => {} } = {}) {
   let last = from;
@@ -195,7 +187,6 @@ export function follow(path, onEvent, { from = '', onState = () => {} } = {}) {
   let attempt = 0;
   let controller = new AbortController();
   let retry = 0;
-  let hide = 0;
 
   const connect = async () => {
     const own = (controller = new AbortController());
@@ -235,20 +226,11 @@ export function follow(path, onEvent, { from = '', onState = () => {} } = {}) {
     isRunning = true;
     while (!isOver && !document.hidden) {
       const seconds = await connect();
-      if (!isOver && !document.hidden) await new Promise((go) => (retry = setTimeout(go, 1000 * (seconds ?? 0))));
+      await new Promise((go) => (retry = setTimeout(go, 1000 * (seconds ?? 0))));
     }
     isRunning = false;
   };
-  const onVisibility = () => {
-    clearTimeout(hide);
-    if (!document.hidden) run();
-    else {
-      hide = setTimeout(() => {
-        controller.abort();
-        onState('hidden');
-      }, HIDDEN_SECONDS * 1000);
-    }
-  };
+  const onVisibility = () => (document.hidden ? controller.abort() : run());
   const close = () => controller.abort();
   document.addEventListener('visibilitychange', onVisibility);
   addEventListener('pagehide', close);
@@ -256,7 +238,6 @@ export function follow(path, onEvent, { from = '', onState = () => {} } = {}) {
   return () => {
     isOver = true;
     clearTimeout(retry);
-    clearTimeout(hide);
     controller.abort();
     document.removeEventListener('visibilitychange', onVisibility);
     removeEventListener('pagehide', close);

@@ -18,6 +18,7 @@ export const METRICS = {
 };
 /** @typedef {keyof typeof METRICS} Metric */
 
+const STEP_TICKS = [1, 10, 100, 1e3, 1e4, 1e5].flatMap((ten) => [ten, 2 * ten, 5 * ten]);
 const MAX_ROWS = 30;
 const LARGEST = 1e100;
 const LOG_RATIO = 20;
@@ -36,55 +37,51 @@ function ceiling(curves) {
   return limit > 0 && limit < values[values.length - 1] ? limit : null;
 }
 
-/** The mean of each value and its neighbours; a value that cannot be drawn stays a gap.
+/** The mean of each value and its neighbours; a value that cannot be drawn stays a gap. Null for a short curve.
  * @param {(number | null)[]} values */
 function smoothed(values) {
   const half = Math.min(Math.floor(values.length / 20), 500) >> 1;
   if (!half) return null;
-  return values.map((own, index) => {
-    if (own === null) return null;
-    const reach = Math.max(Math.min(index, values.length - 1 - index, half), half >> 2);
-    let sum = 0;
-    let known = 0;
-    for (let at = Math.max(0, index - reach); at <= Math.min(values.length - 1, index + reach); at++) {
-      const near = values[at];
-      if (near !== null) {
-        sum += near;
-        known += 1;
-      }
-    }
-    return sum / known;
+  const sums = [0];
+  const known = [0];
+  for (const own of values) {
+    sums.push(sums[sums.length - 1] + (own ?? 0));
+    known.push(known[known.length - 1] + Number(own !== null));
+  }
+  return values.map((own, at) => {
+    const reach = Math.max(Math.min(at, values.length - 1 - at, half), half >> 2);
+    const [low, high] = [Math.max(0, at - reach), Math.min(values.length, at + reach + 1)];
+    return own === null ? null : (sums[high] - sums[low]) / (known[high] - known[low]);
   });
 }
 
 /** The points of a metric as uPlot reads them: steps, values, means, held-out. A value that is not finite is a gap.
  * @param {Curve} curve @param {Metric} metric */
-function points(curve, metric) {
+function drawable(curve, metric) {
   const train = curve.columns[metric] ?? [];
   const steps = /** @type {number[]} */ (curve.columns.step ?? []);
   const held = metric === 'loss' ? curve.held_out : [];
   const values = train.map((own) => (canDraw(own) ? /** @type {number} */ (own) : null));
   const means = smoothed(values);
-  const evaluations = new Map(held.map((own) => [own.step, canDraw(own.loss) ? Number(own.loss) : null]));
+  const tests = new Map(held.map((own) => [own.step, canDraw(own.loss) ? Number(own.loss) : null]));
   const known = values.filter((own) => own !== null);
-  const tested = [...evaluations.values()].filter((own) => own !== null);
+  const tested = [...tests.values()].filter((own) => own !== null);
   const limit = ceiling([known, tested]);
   const all = [...known, ...tested];
-  const positive = all.filter((own) => own > 0);
-  const isLog = metric === 'loss' && Math.max(...all) / LOG_RATIO >= Math.min(...positive);
-  const floor = isLog ? Math.min(...positive) : -Infinity;
-  const cut = (own) =>
-    own === null || own === undefined ? own : Math.max(floor, Math.min(own, limit ?? Infinity));
+  const highest = all.reduce((most, own) => Math.max(most, own), 0);
+  const lowest = all.reduce((least, own) => (own > 0 ? Math.min(least, own) : least), Infinity);
+  const isLog = metric === 'loss' && highest / LOG_RATIO >= lowest;
+  const floor = isLog ? lowest : -Infinity;
+  const within = (own) => Math.max(floor, Math.min(own, limit ?? own));
+  const cut = (own) => (typeof own === 'number' ? within(own) : own);
   const at = new Map(steps.map((step, index) => [step, index]));
-  const x = [...new Set([...steps, ...evaluations.keys()])].sort((a, b) => a - b);
-  const pick = (own) =>
-    x.map((step) => (at.has(step) ? cut(own[/** @type {number} */ (at.get(step))]) : undefined));
-  const bad = [
-    ...steps.filter((_, index) => train[index] !== null && !canDraw(train[index])),
-    ...held.filter((own) => !canDraw(own.loss)).map((own) => own.step),
-  ];
-  const data = [x, pick(values), pick(means ?? values), x.map((step) => cut(evaluations.get(step)))];
-  return { data, bad, isLog, limit, isEmpty: !all.length, hasMeans: means !== null, numHeld: tested.length };
+  const x = [...new Set([...steps, ...tests.keys()])].sort((a, b) => a - b);
+  const pick = (own) => x.map((step) => cut(own[at.get(step) ?? -1]));
+  const badSteps = steps.filter((_, index) => train[index] !== null && !canDraw(train[index]));
+  const bad = [...badSteps, ...held.filter((own) => !canDraw(own.loss)).map((own) => own.step)];
+  const data = [x, pick(values), pick(means ?? values), x.map((step) => cut(tests.get(step)))];
+  const [isEmpty, hasMeans, numHeld] = [!all.length, means !== null, tested.length];
+  return { data, bad, isLog, limit, isEmpty, hasMeans, numHeld };
 }
 
 /** A range that starts at 0 where that costs little, so that heights can be compared by eye.
@@ -102,72 +99,59 @@ const powers = (_, splits) => splits.map((own) => (Number.isInteger(Math.log10(o
  * @param {uPlot} plot @param {Curve} curve @param {Metric} metric @param {number[]} bad @param {(name: string) => string} colour */
 function drawMarks(plot, curve, metric, bad, colour) {
   const { ctx, bbox } = plot;
-  const scale = devicePixelRatio;
-  const bottom = bbox.top + bbox.height;
+  const unit = devicePixelRatio;
+  const [top, bottom] = [bbox.top, bbox.top + bbox.height];
   const across = (step) => Math.round(plot.valToPos(step, 'x', true));
   ctx.save();
-  ctx.lineWidth = 1.5 * scale;
-  for (const event of curve.healing) {
-    ctx.strokeStyle = ctx.fillStyle = colour(event.severity === 'fault' ? '--fail' : '--weak');
-    const x = across(event.step);
-    ctx.setLineDash([3 * scale, 3 * scale]);
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bottom);
-    ctx.stroke();
-    ctx.beginPath();
-    ctx.moveTo(x - 5 * scale, bbox.top);
-    ctx.lineTo(x + 5 * scale, bbox.top);
-    ctx.lineTo(x, bbox.top + 8 * scale);
-    ctx.fill();
-  }
-  ctx.setLineDash([]);
+  ctx.lineWidth = 2 * unit;
   ctx.strokeStyle = colour('--fail');
-  ctx.lineWidth = 2 * scale;
-  for (const step of bad) {
-    const x = across(step);
-    ctx.beginPath();
-    for (const side of [-1, 1]) {
-      ctx.moveTo(x - 4 * scale * side, bottom - 12 * scale);
-      ctx.lineTo(x + 4 * scale * side, bottom - 4 * scale);
-    }
-    ctx.stroke();
+  for (const x of bad.map(across)) {
+    const [arm, from] = [8 * unit, bottom - 12 * unit];
+    ctx.stroke(new Path2D(`M${x - arm / 2} ${from}l${arm} ${arm}m0 ${-arm}l${-arm} ${arm}`));
   }
-  const best = metric === 'loss' ? curve.held_out.findLast((own) => own.is_best) : undefined;
+  const best = bestOf(curve, metric);
   if (best && canDraw(best.loss)) {
     ctx.strokeStyle = colour('--evaluation');
     ctx.beginPath();
-    ctx.arc(across(best.step), plot.valToPos(Number(best.loss), 'y', true), 8 * scale, 0, 7);
+    ctx.arc(across(best.step), plot.valToPos(Number(best.loss), 'y', true), 8 * unit, 0, 7);
     ctx.stroke();
+  }
+  ctx.setLineDash([3 * unit, 3 * unit]);
+  for (const event of curve.healing) {
+    const [x, side] = [across(event.step), 5 * unit];
+    ctx.strokeStyle = ctx.fillStyle = colour(event.severity === 'fault' ? '--fail' : '--weak');
+    ctx.stroke(new Path2D(`M${x} ${top}V${bottom}`));
+    ctx.fill(new Path2D(`M${x - side} ${top}h${2 * side}l${-side} ${1.6 * side}z`));
   }
   ctx.restore();
 }
 
+/** The evaluation that is marked as the best. @param {Curve} curve @param {Metric} metric */
+const bestOf = (curve, metric) =>
+  metric === 'loss' ? curve.held_out.findLast((own) => own.is_best) : undefined;
+
 /** What a curve shows, in words. @param {Curve} curve @param {Metric} metric */
-export function describe(curve, metric) {
+function describe(curve, metric) {
   const { say, name } = METRICS[metric];
-  const parts = [];
-  const steps = curve.columns.step ?? [];
-  const known = steps
-    .map((step, index) => [Number(step), curve.columns[metric]?.[index]])
-    .filter(([, value]) => canDraw(value));
-  const [first, last] = [known[0], known[known.length - 1]];
-  if (first) parts.push(`${name} ${say(first[1])} at step ${first[0]}, ${say(last[1])} at step ${last[0]}.`);
-  const tested = metric === 'loss' ? curve.held_out : [];
-  if (tested.length) {
-    const end = tested[tested.length - 1];
-    parts.push(`Held-out loss ${loss(tested[0].loss)} at step ${tested[0].step}, ${loss(end.loss)} at step ${end.step}.`);
-  }
-  return parts.join(' ') || 'No value yet.';
+  const values = curve.columns[metric] ?? [];
+  const points = curve.columns.step.map((step, index) => ({ step, value: values[index] }));
+  const held = metric === 'loss' ? curve.held_out : [];
+  const tests = held.map((own) => ({ step: own.step, value: own.loss }));
+  const ends = (title, all) => {
+    const known = all.filter((own) => canDraw(own.value));
+    const at = ({ step, value }) => `${say(value)} at step ${step}`;
+    return known.length ? `${title} ${at(known[0])}, ${at(known[known.length - 1])}. ` : '';
+  };
+  return ends(name, points) + ends('Held-out loss', tests) || 'No value yet.';
 }
 
 /** @param {{ curve: Curve, metric: Metric }} own */
 export function Chart({ curve, metric }) {
   const box = useRef(/** @type {HTMLElement | null} */ (null));
-  const drawn = useRef(/** @type {{ plot?: uPlot, curve: Curve, bad: number[] }} */ ({ curve, bad: [] }));
   const [dark, setDark] = useState(0);
   const [under, setUnder] = useState('');
-  const { data, bad, isLog, limit, isEmpty, hasMeans, numHeld } = points(curve, metric);
+  const { data, bad, isLog, limit, isEmpty, hasMeans, numHeld } = drawable(curve, metric);
+  const drawn = useRef(/** @type {any} */ ({ curve, bad }));
 
   useEffect(() => {
     const scheme = matchMedia('(prefers-color-scheme: dark)');
@@ -183,48 +167,49 @@ export function Chart({ curve, metric }) {
     const colour = (name) => style.getPropertyValue(name).trim();
     const { say } = METRICS[metric];
     const shown = isLog ? powers : (_, splits) => splits;
-    const dimensions = () => ({ width: holder.clientWidth, height: holder.clientWidth < 500 ? 230 : 320 });
-    const axis = { stroke: colour('--soft'), font: `12px ${style.fontFamily}`, ticks: { stroke: colour('--grid'), size: 6 } };
+    const height = holder.clientWidth < 500 ? 230 : 320;
+    const dimensions = () => ({ width: holder.clientWidth, height });
+    const ticks = { stroke: colour('--grid'), size: 6 };
+    const axis = { stroke: colour('--soft'), font: `12px ${style.fontFamily}`, ticks };
+    const isMemory = metric === 'memory_bytes';
+    const label = (tick) => (tick === null ? '' : isMemory ? size(tick) : number(tick, 3));
+    const points = { show: false };
+    const line = (name, width, more = {}) => ({ stroke: colour(name), width, points, ...more });
+    const few = { points: { show: data[0].length < 3 } };
+    const y = isLog ? { distr: 3 } : { range: (_, low, high) => range(low, high) };
+    const dots = { show: true, size: 7, fill: colour('--evaluation') };
+    const tested = { dash: [4, 4], paths: numHeld > FEW ? undefined : () => null, points: dots };
     const live = drawn.current;
+    const point = (plot) => {
+      const step = plot.data[0][plot.cursor.idx ?? -1];
+      setUnder(step === undefined ? '' : readout(live.curve, metric, step, say));
+    };
     const options = {
       ...dimensions(),
       padding: [12, 12, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { size: 7 }, drag: { x: false, y: false } },
-      scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: (_, low, high) => range(low, high) } },
+      scales: { x: { time: false }, y },
       axes: [
-        { ...axis, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
+        { ...axis, grid: { show: false }, incrs: STEP_TICKS },
         {
           ...axis,
-          grid: { stroke: colour('--grid'), width: 1, filter: shown },
-          ticks: { stroke: colour('--grid'), size: 6, filter: shown },
+          grid: { ...ticks, width: 1, filter: shown },
+          ticks: { ...ticks, filter: shown },
           filter: shown,
-          size: metric === 'memory_bytes' ? 72 : 60,
-          values: (_, /** @type {(number | null)[]} */ ticks) =>
-            ticks.map((tick) => (tick === null ? '' : metric === 'memory_bytes' ? size(tick) : number(tick, 3))),
+          size: isMemory ? 72 : 60,
+          values: (_, splits) => splits.map(label),
         },
       ],
       series: [
         {},
-        { stroke: colour(hasMeans ? '--raw' : '--smooth'), width: hasMeans ? 1 : 2, points: { show: data[0].length < 3 } },
-        { stroke: colour('--smooth'), width: 2.2, points: { show: false }, show: hasMeans },
-        {
-          stroke: colour('--evaluation'),
-          width: 1.4,
-          dash: [4, 4],
-          paths: numHeld > FEW ? undefined : () => null,
-          points: { show: true, size: 7, fill: colour('--evaluation') },
-        },
+        hasMeans ? line('--raw', 1) : line('--smooth', 2, few),
+        line('--smooth', 2.2, { show: hasMeans }),
+        line('--evaluation', 1.4, tested),
       ],
       hooks: {
         draw: [(plot) => drawMarks(plot, live.curve, metric, live.bad, colour)],
-        setCursor: [
-          (plot) => {
-            const index = plot.cursor.idx;
-            const step = index === null || index === undefined ? undefined : plot.data[0][index];
-            setUnder(step === undefined ? '' : readout(live.curve, metric, step, say));
-          },
-        ],
+        setCursor: [point],
       },
     };
     live.curve = curve;
@@ -246,13 +231,8 @@ export function Chart({ curve, metric }) {
     drawn.current.plot?.setData(/** @type {any} */ (data));
   }, [curve]);
 
-  const remarks = [];
-  if (bad.length) {
-    const shown = bad.slice(0, 5).map((step) => count(step)).join(', ');
-    const steps = bad.length === 1 ? `step ${shown}` : `${count(bad.length, 'step')} (${shown}${bad.length > 5 ? ', …' : ''})`;
-    remarks.push(`Not a finite number at ${steps}: a gap in the line, marked × below it.`);
-  }
-  if (limit !== null) remarks.push(`The curve is cut at ${number(limit, 3)}, so that one peak does not flatten the rest.`);
+  const some = `${bad.slice(0, 5).join(', ')}${bad.length > 5 ? ', …' : ''}`;
+  const steps = bad.length === 1 ? `step ${some}` : `${count(bad.length, 'step')} (${some})`;
   return html`<figure class="plot">
     <p class="axis">
       ${METRICS[metric].unit}${isLog && ', logarithmic scale'}
@@ -261,7 +241,8 @@ export function Chart({ curve, metric }) {
     ${isEmpty && html`<p class="none empty-plot">${bad.length ? 'No value was a finite number: there is nothing to draw.' : 'The first step has not ended yet.'}</p>`}
     <div ref=${box} class="canvas" role="img" aria-label=${describe(curve, metric)}></div>
     ${!isEmpty && html`<${Legend} curve=${curve} metric=${metric} hasMeans=${hasMeans} bad=${bad.length} />`}
-    ${remarks.map((text) => html`<p class="fine">${text}</p>`)}
+    ${bad.length > 0 && html`<p class="fine">Not a finite number at ${steps}: a gap in the line, marked × below it.</p>`}
+    ${limit !== null && html`<p class="fine">The curve is cut at ${number(limit, 3)}, so that one peak does not flatten the rest.</p>`}
     <${Table} curve=${curve} metric=${metric} />
   </figure>`;
 }
@@ -277,14 +258,13 @@ function readout(curve, metric, step, say) {
 /** @param {{ curve: Curve, metric: Metric, hasMeans: boolean, bad: number }} own */
 function Legend({ curve, metric, hasMeans, bad }) {
   const key = (name) => html`<span class=${`swatch ${name}`} aria-hidden="true"></span>`;
-  const best = metric === 'loss' ? curve.held_out.findLast((own) => own.is_best) : undefined;
-  const hasHealing = curve.healing.length > 0;
+  const best = bestOf(curve, metric);
   return html`<ul class="legend">
     <li>${key(hasMeans ? 'raw' : 'smooth')}${curve.is_reduced ? 'training, some of the steps' : 'training, each step'}</li>
     ${hasMeans && html`<li>${key('smooth')}training, smoothed</li>`}
     ${metric === 'loss' && curve.held_out.length > 0 && html`<li>${key('dot')}held-out rows</li>`}
     ${best && html`<li>${key('ring')}best, ${loss(best.loss)} at step ${count(best.step)}</li>`}
-    ${hasHealing && html`<li>${key('event')}health event</li>`}
+    ${curve.healing.length > 0 && html`<li>${key('event')}health event</li>`}
     ${bad > 0 && html`<li>${key('bad')}not finite</li>`}
   </ul>`;
 }
@@ -296,14 +276,10 @@ function Table({ curve, metric }) {
   const { say, name } = METRICS[metric];
   const stride = Math.ceil(steps.length / MAX_ROWS);
   const values = curve.columns[metric] ?? [];
-  const picked = isOpen
-    ? steps.map((_, index) => index).filter((index) => index % stride === 0 || index === steps.length - 1 || notFinite(values[index]))
-    : [];
-  const rows = picked.map((index) => [
-    count(Number(steps[index])),
-    say(values[index]),
-    duration(curve.columns.seconds?.[index]),
-  ]);
+  const took = curve.columns.seconds ?? [];
+  const row = (step, at) => [count(step), say(values[at]), duration(took[at])];
+  const isPicked = (_, at) => at % stride === 0 || at === steps.length - 1 || notFinite(values[at]);
+  const rows = isOpen ? steps.map(row).filter(isPicked) : [];
   const tested = curve.held_out.map((own) => [count(own.step), loss(own.loss)]);
   return html`<details onToggle=${(event) => setOpen(event.currentTarget.open)}>
     <summary>The curve in numbers</summary>

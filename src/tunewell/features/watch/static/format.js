@@ -1,11 +1,8 @@
 // Numbers and texts for people, as the command line writes them (core/units.py, core/html.py).
 
 const BINARY = ['bytes', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'];
-const NOT_FINITE = new Map([
-  ['nan', 'not a number'],
-  ['inf', 'infinite'],
-  ['-inf', 'minus infinite'],
-]);
+/** @type {Record<string, string>} */
+const NOT_FINITE = { nan: 'not a number', inf: 'infinite', '-inf': 'minus infinite' };
 const UNSEEN = new RegExp(
   '[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u00ad\\u061c\\u115f\\u1160\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e' +
     '\\u2060-\\u206f\\u3164\\ufeff\\ufff0-\\ufffb\\ufffe\\uffff\\ufdd0-\\ufdef\\u{1d173}-\\u{1d17a}\\u{e0000}-\\u{e0fff}]' +
@@ -23,7 +20,7 @@ export const isFinite_ = (value) => typeof value === 'number' && Number.isFinite
 
 /** What a number that is not finite is called, or '' for a finite one.
  * @param {Number_} value */
-export const notFinite = (value) => NOT_FINITE.get(String(value).toLowerCase()) ?? '';
+export const notFinite = (value) => NOT_FINITE[String(value)] ?? '';
 
 /** @param {number} value @param {number} low @param {number} [high] */
 const digits = (value, low, high = low) =>
@@ -52,11 +49,7 @@ export function number(value, significant = 4) {
 }
 
 /** `3.2e-5`, without zeros at the end. @param {number} value @param {number} places */
-const exponent = (value, places) =>
-  value
-    .toExponential(places)
-    .replace(/\.?0+e/, 'e')
-    .replace('e+', 'e');
+const exponent = (value, places) => value.toExponential(places).replace(/\.?0*e\+?/, 'e');
 
 /** A fraction as a percentage; 100% and 0% only if exact. @param {Number_} share */
 export function percent(share) {
@@ -70,13 +63,9 @@ export function percent(share) {
 export function size(bytes) {
   if (!isFinite_(bytes)) return '–';
   let value = bytes;
-  for (const unit of BINARY) {
-    if (Math.abs(value) < 1023.95 || unit === 'PiB') {
-      return unit === 'bytes' ? count(Math.round(value), 'byte') : `${digits(value, 1)} ${unit}`;
-    }
-    value /= 1024;
-  }
-  return '–';
+  let unit = 0;
+  for (; Math.abs(value) >= 1023.95 && unit < BINARY.length - 1; unit++) value /= 1024;
+  return unit ? `${digits(value, 1)} ${BINARY[unit]}` : count(Math.round(value), 'byte');
 }
 
 /** `12 ms`, `3.4 s`, `1 m 15 s`, `1 h 50 m`, `2 d 3 h`. @param {Number_} seconds @returns {string} */
@@ -95,21 +84,17 @@ export function duration(seconds) {
   return `${count(Math.floor(hours / 24))} d ${hours % 24} h`;
 }
 
-/** How long ago: `just now`, `5 m ago`, `3 d ago`. @param {string} iso */
+/** How long ago: `just now`, `5 m 02 s ago`, `3 d 4 h ago`. @param {string} iso */
 export function ago(iso) {
   const seconds = (Date.now() - Date.parse(iso)) / 1000;
-  if (!Number.isFinite(seconds)) return iso;
-  if (seconds < 45) return 'just now';
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
-  return seconds < 129_600 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86_400)} days ago`;
+  return seconds < 45 ? 'just now' : `${duration(seconds)} ago`;
 }
 
 /** `18 November 2026, 18:14`. @param {string} iso */
 export function date(iso) {
   const when = new Date(iso);
   if (Number.isNaN(when.valueOf())) return iso;
-  const options = { day: 'numeric', month: 'long', year: 'numeric', hour: '2-digit', minute: '2-digit' };
-  return when.toLocaleString('en-GB', /** @type {Intl.DateTimeFormatOptions} */ (options));
+  return when.toLocaleString('en-GB', { dateStyle: 'long', timeStyle: 'short' });
 }
 
 /** A value of a setting of any type. @param {unknown} value @returns {string} */
@@ -126,9 +111,8 @@ export function setting(value) {
 /** A text with invisible characters as code points, cut after 20,000 characters. @param {unknown} text */
 export function visible(text) {
   const whole = String(text ?? '');
-  const shown = whole
-    .slice(0, MAX_CHARS)
-    .replace(UNSEEN, (own) => `[U+${(own.codePointAt(0) ?? 0).toString(16).toUpperCase().padStart(4, '0')}]`);
+  const point = (own) => (own.codePointAt(0) ?? 0).toString(16).toUpperCase().padStart(4, '0');
+  const shown = whole.slice(0, MAX_CHARS).replace(UNSEEN, (own) => `[U+${point(own)}]`);
   const left = whole.length - MAX_CHARS;
   return left > 0 ? `${shown}\n[${count(left, 'more character')}]` : shown;
 }

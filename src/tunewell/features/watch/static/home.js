@@ -2,11 +2,11 @@
 import { html, useEffect, useState } from './vendor/vendor.js';
 import { follow } from './api.js';
 import { ago, count, date, loss } from './format.js';
-import { Bar, Bdi, Busy, Command, More, Problem, VerdictWord, useLoaded } from './parts.js';
+import { Bar, Bdi, Busy, Command, More, Problem, Search, VerdictWord, useLoaded } from './parts.js';
 import { Link, go } from './router.js';
 
 const PAGE = 100;
-const TYPING_MS = 250;
+const BAD = ['killed', 'failed', 'stopped', 'unreadable'];
 const SORTS = {
   when: 'newest first',
   held_out: 'lowest held-out loss first',
@@ -31,23 +31,23 @@ const STATUS = {
 export function StatusWord({ run }) {
   const status = String(run.status);
   const text = run.status_words ?? STATUS[status] ?? status;
-  return html`<span class=${`status ${status}`}><span class="mark" aria-hidden="true"></span>${text}</span>`;
+  return html`<span class=${`status ${status} ${BAD.includes(status) ? 'bad' : ''}`}><span class="mark" aria-hidden="true"></span>${text}</span>`;
 }
 
 /** How far a run is. @param {{ run: any }} own */
 export function Steps({ run }) {
   if (run.steps === null || run.steps === undefined) return null;
   const planned = run.planned_steps;
-  const text = planned ? `step ${count(run.steps)} of ${count(planned)}` : `step ${count(run.steps)}`;
-  if (run.status !== 'running' || !planned) return html`<span class="steps">${text}</span>`;
+  const text = `step ${count(run.steps)}${planned ? ` of ${count(planned)}` : ''}`;
+  if (run.status !== 'running' || !planned) return html`<span class="hint">${text}</span>`;
   return html`<${Bar} share=${run.steps / planned} label="Progress" text=${text} />`;
 }
 
 /** @param {{ session: any, place: import('./router.js').Place }} own */
 export function Home({ session, place }) {
   const [limit, setLimit] = useState(PAGE);
-  const [typed, setTyped] = useState(place.q ?? '');
-  const query = new URLSearchParams({ sort: place.sort ?? 'when', search: place.q ?? '', status: place.status ?? '', limit: String(limit) });
+  const { q: search = '', sort = 'when', status = '' } = place;
+  const query = new URLSearchParams({ sort, search, status, limit: String(limit) });
   const { data, error, again } = useLoaded(`runs?${query}`);
   const [live, setLive] = useState(/** @type {Map<string, any>} */ (new Map()));
 
@@ -59,12 +59,6 @@ export function Home({ session, place }) {
       if (own.gone.length || own.rows.some((row) => !known.has(row.id))) again();
     });
   }, []);
-  useEffect(() => {
-    const timer = setTimeout(() => {
-      if (typed !== (place.q ?? '')) go({ ...place, q: typed }, { replace: true });
-    }, TYPING_MS);
-    return () => clearTimeout(timer);
-  }, [typed]);
   for (const row of data?.runs ?? []) known.add(row.id);
 
   const runs = (data?.runs ?? []).map((row) => live.get(row.id) ?? row);
@@ -77,35 +71,33 @@ export function Home({ session, place }) {
     <${Problem} error=${error} onRetry=${again} />
     ${!data && !error && html`<${Busy} text="Looking for runs" />`}
     ${isEmpty && html`<${Welcome} isReadOnly=${session.is_read_only} />`}
-    ${data && !isEmpty && html`
-      <div class="filters">
-        <div><label for="q">Search</label>
-          <input id="q" type="search" value=${typed} placeholder="name, model, rows, verdict" onInput=${(e) => setTyped(e.target.value)} /></div>
-        <div><label for="status">Status</label>
-          <select id="status" value=${place.status ?? ''} onChange=${(e) => go({ ...place, status: e.target.value }, { replace: true })}>
-            <option value="">all, ${count(data.total)}</option>
-            ${Object.entries(data.counts).map(([name, number]) => html`<option value=${name}>${STATUS[name] ?? name}, ${count(Number(number))}</option>`)}
-          </select></div>
-        <div><label for="sort">Sort</label>
-          <select id="sort" value=${place.sort ?? 'when'} onChange=${(e) => go({ ...place, sort: e.target.value }, { replace: true })}>
-            ${Object.entries(SORTS).map(([name, text]) => html`<option value=${name}>${text}</option>`)}
-          </select></div>
-      </div>
-      ${runs.length === 0 && html`<p class="none">No run matches. <button type="button" class="quiet" onClick=${() => { setTyped(''); go({ screen: 'home' }); }}>Show all</button></p>`}
-      <ul class="runs">${runs.map((run) => html`<${Row} key=${run.id} run=${run} />`)}</ul>
-      <${More} shown=${runs.length} total=${data.found} noun="run" onMore=${() => setLimit((own) => own + PAGE)} />
-    `}
+    ${data && !isEmpty && html`<${Filters} place=${place} data=${data} />`}
+    ${data?.total > 0 && !runs.length && html`<p class="none">No run matches. <${Link} to=${{ screen: 'home' }}>Show all<//></p>`}
+    <ul class="runs">${runs.map((run) => html`<${Row} key=${run.id} run=${run} />`)}</ul>
+    ${data && html`<${More} shown=${runs.length} total=${data.found} noun="run" onMore=${() => setLimit((own) => own + PAGE)} />`}
     <${Command} command=${data?.command} />
   `;
 }
 
 const known = new Set();
 
+/** Search, filter and sort. @param {{ place: import('./router.js').Place, data: any }} own */
+function Filters({ place, data }) {
+  const named = ([name, own]) => [name, `${STATUS[name] ?? name}, ${count(own)}`];
+  const counts = Object.entries(data.counts).map(named);
+  const select = (name, label, options) => html`<div><label for=${name}>${label}</label>
+    <select id=${name} value=${place[name] ?? options[0][0]} onChange=${({ target }) => go({ ...place, [name]: target.value }, { replace: true })}>
+      ${options.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></div>`;
+  return html`<div class="filters"><${Search} place=${place} label="Search" key=${place.q ? 'typed' : ''} />
+    ${select('status', 'Status', [['', `all, ${count(data.total)}`], ...counts])}
+    ${select('sort', 'Sort', Object.entries(SORTS))}</div>`;
+}
+
 /** @param {{ run: any }} own */
 function Row({ run }) {
   const losses = [
-    run.held_out !== null && html`<span>held-out <b>${loss(run.held_out)}</b></span>`,
-    run.loss !== null && html`<span>loss <b>${loss(run.loss)}</b></span>`,
+    run.held_out !== null && html`<span class="hint">held-out <b>${loss(run.held_out)}</b></span>`,
+    run.loss !== null && html`<span class="hint">loss <b>${loss(run.loss)}</b></span>`,
   ];
   return html`<li class="run" data-run=${run.id}>
     <div class="run-name">
@@ -114,7 +106,7 @@ function Row({ run }) {
       ${run.access_words && html`<p class="hint">${run.access_words}</p>`}
     </div>
     <div class="run-state"><${StatusWord} run=${run} /><${Steps} run=${run} />
-      ${run.note && ['killed', 'failed', 'stopped', 'unreadable'].includes(run.status) && html`<p class="hint note">${run.note}</p>`}</div>
+      ${run.note && BAD.includes(run.status) && html`<p class="hint">${run.note}</p>`}</div>
     <div class="run-losses">${losses}</div>
     <div class="run-verdict"><${VerdictWord} level=${run.verdict} /><time class="hint" datetime=${run.when} title=${date(run.when)}>${ago(run.when)}</time></div>
   </li>`;
@@ -123,15 +115,14 @@ function Row({ run }) {
 /** What there is to do in a folder without runs. @param {{ isReadOnly: boolean }} own */
 function Welcome({ isReadOnly }) {
   const steps = [
-    ['Give it your rows', 'A table of questions and answers (CSV, Excel, JSONL), an exported chat, or a folder of documents.'],
-    ['Answer a few questions', 'Which column is the question? The first rows are shown as they will be read.'],
-    ['Watch it learn', 'It picks a model and settings that fit this computer, and says why. You may close this page meanwhile.'],
-    ['See whether it worked', 'Rows that it never saw are the test: PASS, WEAK, FAIL or UNPROVEN, with the answers to look at.'],
+    ['Give it your rows', 'A table of questions and answers, an exported chat, or documents.'],
+    ['Answer a few questions', 'The first rows are shown as they will be read.'],
+    ['Watch it learn', 'With a model and settings that fit this computer, and their reasons.'],
+    ['See whether it worked', 'Rows that it never saw are the test, with the answers to look at.'],
   ];
-  return html`<ol class="welcome">
-      ${steps.map(([name, text]) => html`<li><strong>${name}</strong><span>${text}</span></li>`)}
+  return html`<ol class="cards welcome">
+      ${steps.map(([name, text]) => html`<li class="card"><strong>${name}</strong><span>${text}</span></li>`)}
     </ol>
-    ${isReadOnly
-      ? html`<p class="none">There is no run in this folder, and this page was started with <code>--read-only</code>.</p>`
-      : html`<p><${Link} to=${{ screen: 'new' }} class="button primary large">Choose your rows<//></p>`}`;
+    ${isReadOnly && html`<p class="none">There is no run in this folder, and this page was started with <code>--read-only</code>.</p>`}
+    ${!isReadOnly && html`<p><${Link} to=${{ screen: 'new' }} class="button primary large">Choose your rows<//></p>`}`;
 }

@@ -9,6 +9,10 @@ import { Run } from './run.js';
 
 const SCREENS = { home: Home, new: New, run: Run };
 const RETRY_SECONDS = 2;
+const ENDED = {
+  message: 'the server has ended; runs go on without it',
+  fix: 'this page tries again; after a restart, open the new address that `tunewell watch` prints',
+};
 
 function App() {
   if (access.value === 'missing' || access.value === 'refused') return html`<${Locked} />`;
@@ -24,6 +28,7 @@ function Shell() {
     const timer = setInterval(() => get('session').then(again, () => {}), RETRY_SECONDS * 1000);
     return () => clearInterval(timer);
   }, [isOnline.value]);
+  const key = `${place.value.screen} ${place.value.id ?? ''}`;
   const skip = () => /** @type {HTMLElement | null} */ (document.querySelector('main'))?.focus();
   return html`
     <button type="button" class="skip" onClick=${skip}>Skip to the content</button>
@@ -32,17 +37,11 @@ function Shell() {
       ${session && html`<span class="folder" title=${session.folder}><${Bdi} text=${session.folder} /></span>`}
       ${session?.is_read_only && html`<span class="badge">read only</span>`}
     </header>
-    ${!isOnline.value &&
-    html`<div class="problem" role="alert">
-      <p><strong>The server has ended; runs go on without it.</strong></p>
-      <p>This page is tried again every ${RETRY_SECONDS} seconds. After a restart, open the new address that <code>tunewell watch</code> prints.</p>
-    </div>`}
+    <${Problem} error=${isOnline.value ? null : ENDED} />
     <main tabindex="-1">
-      ${session
-        ? html`<${Whole} key=${`${place.value.screen} ${place.value.id ?? ''}`}><${Screen} session=${session} place=${place.value} /><//>`
-        : error && isOnline.value
-          ? html`<h1>tunewell</h1><${Problem} error=${error} onRetry=${again} />`
-          : html`<${Busy} text="Opening" />`}
+      ${session && html`<${Whole} key=${key}><${Screen} session=${session} place=${place.value} /><//>`}
+      ${!session && html`<h1 tabindex="-1">tunewell</h1><${Problem} error=${isOnline.value ? error : null} onRetry=${again} />`}
+      ${!session && !error && html`<${Busy} text="Opening" />`}
     </main>
     ${session && html`<footer><p><bdi>${session.version}</bdi> on <bdi>${session.machine?.device}</bdi>. Nothing leaves this computer.</p></footer>`}
   `;

@@ -1,7 +1,8 @@
 // Parts that several screens share. Every text from outside is inserted as text, never as HTML.
-import { Fragment, html, useEffect, useRef, useState } from './vendor/vendor.js';
+import { html, useEffect, useRef, useState } from './vendor/vendor.js';
 import { ApiError, get } from './api.js';
-import { count, visible } from './format.js';
+import { go } from './router.js';
+import { count, setting, visible, words } from './format.js';
 
 /** Texts that are read out by screen readers: one region for the whole page. @param {string} text */
 export function announce(text) {
@@ -34,7 +35,8 @@ export function Sign({ name }) {
 /** A sentence, with the parts between backticks as code. @param {{ text?: string | null }} own */
 export function Prose({ text }) {
   const parts = visible(text).split('`');
-  return parts.map((part, index) => (index % 2 && index < parts.length - 1 ? html`<code dir="auto">${part}</code>` : part));
+  const isCode = (index) => index % 2 && index < parts.length - 1;
+  return parts.map((part, index) => (isCode(index) ? html`<code dir="auto">${part}</code>` : part));
 }
 
 /** A name or text from outside, isolated so that its direction does not reorder the page. @param {{ text: unknown }} own */
@@ -47,6 +49,46 @@ export function Said({ text, label, class: name = '', children }) {
   const box = long ? { tabIndex: 0, role: 'region', 'aria-label': label } : {};
   const shown = children ?? (text?.trim() ? visible(text) : '(empty)');
   return html`<div class=${`said ${name} ${text?.trim() || children ? '' : 'nothing'}`} dir="auto" ...${box}>${shown}</div>`;
+}
+
+/** A question with the expected answer and the answers of models.
+ * @param {{ question: string, reference?: string, contains?: string, head?: unknown, children?: any }} own */
+export function Exchange({ question, reference, contains, head, children }) {
+  const expected = (name, text) =>
+    text &&
+    html`<div class="reference"><span class="label">${name}</span><${Said} text=${text} label=${name} /></div>`;
+  const isAlone = [children].flat(2).filter(Boolean).length < 2;
+  return html`<article class="exchange">
+    ${head && html`<h3>${head}</h3>`}
+    <div class="question"><${Said} text=${question} label="Question" /></div>
+    ${expected('Expected', reference)}${expected('Must contain', contains)}
+    <div class=${`sides ${isAlone ? 'alone' : ''}`}>${children}</div>
+  </article>`;
+}
+
+/** An answer with whose it is, whether it is right, and what is the matter with it.
+ * @param {{ name: unknown, text?: string, right?: boolean | null, wrong?: string, faults?: string[], hint?: unknown, children?: unknown, side?: string }} own */
+export function Answer({ name, text, right, wrong = 'wrong', faults = [], hint, children, side }) {
+  const mark = typeof right === 'boolean' && (right ? 'right' : 'wrong');
+  return html`<div class="answer" data-side=${side}>
+    <p class="label"><span>${name}</span>
+      ${mark && html`<span class=${`mark ${mark}`}><${Sign} name=${mark} />${right ? 'right' : wrong}</span>`}
+      ${faults.map((fault) => html`<span>${fault}</span>`)}</p>
+    <${Said} text=${text} label="Answer">${children}<//>
+    ${hint && html`<p class="hint">${hint}</p>`}
+  </div>`;
+}
+
+/** A search field whose text is in the address, a moment after it was typed.
+ * @param {{ place: import('./router.js').Place, label: string }} own */
+export function Search({ place, label }) {
+  const timer = useRef(0);
+  const type = ({ target }) => {
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => go({ ...place, q: target.value }, { replace: true }), 250);
+  };
+  return html`<div><label for="q">${label}</label>
+    <input id="q" type="search" defaultValue=${place.q ?? ''} onInput=${type} /></div>`;
 }
 
 /** The command that does the same, with a button that copies it.
@@ -100,7 +142,7 @@ export function Busy({ text = 'Reading' }) {
 
 /** The progress of something that is under way. @param {{ share?: number | null, label: string, text?: unknown }} own */
 export function Bar({ share, label, text }) {
-  const value = share === null || share === undefined ? {} : { value: Math.min(1, Math.max(0, share)) };
+  const value = typeof share === 'number' ? { value: Math.min(1, Math.max(0, share)) } : {};
   return html`<div class="progress">
     <progress max="1" ...${value} aria-label=${label}></progress>
     ${text && html`<span class="hint">${text}</span>`}
@@ -122,17 +164,16 @@ export const Facts = ({ pairs }) =>
       .map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
   </dl>`;
 
-/** A table of settings with their reasons. @param {{ head: string[], rows: unknown[][] }} own */
-export const Reasons = ({ head, rows }) =>
-  html`<table class="stack" role="table">
-    <thead role="rowgroup"><tr role="row">${head.map((name) => html`<th role="columnheader" scope="col">${name}</th>`)}</tr></thead>
-    <tbody role="rowgroup">
-      ${rows.map(
-        ([name, ...cells]) =>
-          html`<tr role="row"><th role="rowheader" scope="row">${name}</th>${cells.map((cell) => html`<td role="cell">${cell}</td>`)}</tr>`,
-      )}
-    </tbody>
-  </table>`;
+/** Settings with their values and reasons. @param {{ chosen: { key: string, value: unknown, because: string }[] }} own */
+export function Reasons({ chosen }) {
+  const head = (name) => html`<th role="columnheader" scope="col">${name}</th>`;
+  const row = ({ key, value, because }) =>
+    html`<tr role="row"><th role="rowheader" scope="row">${words(key)}</th>
+      <td role="cell">${setting(value)}</td><td role="cell"><${Prose} text=${because} /></td></tr>`;
+  return html`<table class="stack" role="table">
+    <thead role="rowgroup"><tr role="row">${['Setting', 'Value', 'Reason'].map(head)}</tr></thead>
+    <tbody role="rowgroup">${chosen.map(row)}</tbody></table>`;
+}
 
 /** A table of numbers; columns from the second on are aligned to the right.
  * @param {{ caption?: string, head: string[], rows: unknown[][], foot?: unknown[], left?: number }} own */
@@ -153,21 +194,6 @@ export const Numbers = ({ caption, head, rows, foot, left = 1 }) => {
     </table>
   </div>`;
 };
-
-/** A confirmation in the page: focus goes to it, Escape closes it.
- * @param {{ title: string, children?: unknown, yes: string, onYes: () => void, onNo: () => void }} own */
-export function Confirm({ title, children, yes, onYes, onNo }) {
-  const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
-  useEffect(() => dialog.current?.showModal(), []);
-  return html`<dialog ref=${dialog} onCancel=${onNo} onClose=${onNo} aria-labelledby="confirm-title">
-    <h2 id="confirm-title">${title}</h2>
-    ${children}
-    <div class="actions">
-      <button type="button" class="primary" onClick=${onYes}>${yes}</button>
-      <button type="button" onClick=${onNo}>Cancel</button>
-    </div>
-  </dialog>`;
-}
 
 /** Load a path of the API; `again` loads it once more. `keep` shows the last answer while the next one is on its way.
  * @template T @param {string | null} path @param {{ every?: number, keep?: boolean }} [options] */
@@ -190,7 +216,8 @@ export function useLoaded(path, { every = 0, keep = true } = {}) {
         } catch (error) {
           if (controller.signal.aborted) return;
           const own = error instanceof ApiError ? error : new ApiError(0, { what: String(error) });
-          setState((old) => ({ path, data: old.path === path && own.code === 'offline' ? old.data : null, error: own }));
+          const isKept = (old) => old.path === path && !own.status;
+          setState((old) => ({ path, data: isKept(old) ? old.data : null, error: own }));
         }
       }
       if (every && !controller.signal.aborted) timer = setTimeout(load, every * 1000);
@@ -217,5 +244,3 @@ export function More({ shown, total, noun, onMore }) {
     <span class="hint">${count(shown)} of ${count(total, noun)} are shown</span>
   </p>`;
 }
-
-export { Fragment };

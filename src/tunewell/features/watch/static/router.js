@@ -8,7 +8,8 @@ const fragment = signal(location.hash);
 /** The screen and its values: `#/run?id=college/run&tab=verdict`. */
 export const place = computed(() => {
   const [, screen, query] = /^#\/(\w*)\??(.*)$/s.exec(fragment.value) ?? [];
-  return /** @type {Place} */ ({ ...Object.fromEntries(new URLSearchParams(query ?? '')), screen: screen || 'home' });
+  const values = Object.fromEntries(new URLSearchParams(query ?? ''));
+  return /** @type {Place} */ ({ ...values, screen: screen || 'home' });
 });
 
 addEventListener('popstate', () => (fragment.value = location.hash));
@@ -28,7 +29,7 @@ export function go(at, { replace = false, isSame = replace } = {}) {
   if (isSame) return;
   scrollTo(0, 0);
   // A screen reader starts to read at the heading of the new screen.
-  setTimeout(() => /** @type {HTMLElement | null} */ (document.querySelector('h1'))?.focus({ preventScroll: true }), 50);
+  setTimeout(() => document.querySelector('h1')?.focus({ preventScroll: true }), 50);
 }
 
 /** A link to a place of the page. With a key held, the browser opens a tab as usual.

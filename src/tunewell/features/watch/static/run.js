@@ -8,15 +8,15 @@ import { ago, count, date, duration, loss, number, setting, size, visible } from
 import { words } from './format.js';
 import { StatusWord } from './home.js';
 import { Job } from './new.js';
-import { Bar, Bdi, Busy, Command, Confirm, Facts, Problem, Prose, Reasons, Said } from './parts.js';
-import { Sign, VerdictWord, announce, sentence } from './parts.js';
+import { Answer, Bar, Bdi, Busy, Command, Exchange, Facts, More, Problem, Prose } from './parts.js';
+import { Reasons, Sign, VerdictWord, announce, sentence } from './parts.js';
 import { Link } from './router.js';
 import { Verdict } from './verdict.js';
 
+const TABS = { '': 'Training', verdict: 'Verdict', chat: 'Chat', export: 'Export' };
 const MAX_LOG = 65_536;
 const NUM_SAMPLES = 4;
 const TURN_END = /(<\|[\w-]+\|>|<\/s>|<end_of_turn>)\s*$/;
-const WITHOUT = { tokens_per_second: null, memory_bytes: null, seconds: null, epoch: null, was_skipped: false };
 
 /** Load a run and follow it. What is shown is what the records say: a reset of a log drops what was undone.
  * @param {string} id @param {string | undefined} started the job that starts it */
@@ -26,7 +26,7 @@ function useRun(id, started) {
   const [job, setJob] = useState(/** @type {any} */ (null));
   const [line, setLine] = useState('');
   const [round, setRound] = useState(0);
-  const records = useRef({ curve: /** @type {any} */ (null), samples: /** @type {any[]} */ ([]), log: { text: '', where: '' } });
+  const records = useRef(/** @type {any} */ ({ curve: null, samples: [], log: {} }));
   const [shown, setShown] = useState(records.current);
 
   useEffect(() => {
@@ -98,25 +98,25 @@ function useRun(id, started) {
 async function begun(id, started, signal, onJob) {
   for (;;) {
     const { runs } = await get(`runs?${new URLSearchParams({ search: id })}`, signal);
-    const job = await get(`job?${new URLSearchParams({ id: started })}`, signal);
     if (runs.some((own) => own.id === id)) return onJob(null);
+    const job = await get(`job?${new URLSearchParams({ id: started })}`, signal);
     onJob(job);
-    if (job.status !== 'running') throw new ApiError(400, job.error ?? { what: 'the training ended before its first step' });
+    const what = 'the training ended before its first step';
+    if (job.status !== 'running') throw new ApiError(400, job.error ?? { what });
     await new Promise((go) => setTimeout(go, 1000));
   }
 }
 
 /** @param {any} curve @param {any} row */
 function append(curve, row) {
-  const values = { ...WITHOUT, ...row };
-  for (const [name, column] of Object.entries(curve.columns)) /** @type {any[]} */ (column).push(values[name] ?? null);
+  for (const name of Object.keys(curve.columns)) curve.columns[name].push(row[name] ?? null);
   curve.last_step = row.step;
 }
 
 /** Drop the steps that a rewind has undone. @param {any} curve @param {number} last */
 function undo(curve, last) {
   const kept = curve.columns.step.filter((step) => step <= last).length;
-  for (const column of Object.values(curve.columns)) /** @type {any[]} */ (column).length = kept;
+  for (const name of Object.keys(curve.columns)) curve.columns[name].length = kept;
   curve.held_out = curve.held_out.filter((own) => own.step <= last);
   curve.last_step = last;
 }
@@ -137,7 +137,7 @@ export function Run({ session, place }) {
   useEffect(() => {
     if (!run) return;
     document.title = `${run.verdict ? `${run.verdict} · ` : run.status === 'running' ? `${run.steps ?? 0}/${run.planned_steps ?? '?'} · ` : ''}${id} · tunewell`;
-    if (was.current && was.current !== run.status) announce(`The run is now: ${run.status_words ?? run.status}`);
+    if (was.current && was.current !== run.status) announce(`The run: ${run.status_words}`);
     was.current = run.status;
   }, [run?.status, run?.verdict, run?.steps]);
   if (!run || !curve) {
@@ -145,13 +145,8 @@ export function Run({ session, place }) {
       ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text=${job ? visible(job.words || 'Starting: this takes some seconds') : 'Reading the run'} /><${Command} command=${job?.command} />`}`;
   }
   const to = (own) => ({ screen: 'run', id, ...(own && { tab: own }) });
-  const tabs = [
-    ['', 'Training'],
-    ['verdict', 'Verdict'],
-    ...(session.features.chat ? [['chat', 'Chat']] : []),
-    ['export', 'Export'],
-  ];
-  const screen = { verdict: Verdict, chat: Chat, export: Export }[tab];
+  const tabs = Object.entries(TABS).filter(([name]) => name !== 'chat' || session.features.chat);
+  const screen = { verdict: Verdict, chat: Chat, export: Export }[tab] ?? Training;
   return html`
     <p class="eyebrow"><${Link} to=${{ screen: 'home' }}>Runs<//></p>
     <div class="title-row">
@@ -165,9 +160,7 @@ export function Run({ session, place }) {
     </ul></nav>
     <${Problem} error=${error} onRetry=${again} />
     ${line === 'cut' && html`<p class="hint" role="status">The connection was cut; it is opened again, and goes on where it was.</p>`}
-    ${screen
-      ? html`<${screen} session=${session} run=${run} place=${place} />`
-      : html`<${Training} session=${session} run=${run} curve=${curve} samples=${samples} log=${log} />`}
+    <${screen} session=${session} run=${run} place=${place} curve=${curve} samples=${samples} log=${log} />
   `;
 }
 
@@ -178,12 +171,15 @@ function Training({ session, run, curve, samples, log }) {
   const last = (name) => curve.columns[name]?.[curve.columns[name].length - 1] ?? null;
   const best = curve.held_out.findLast((own) => own.is_best);
   const share = run.planned_steps ? (run.steps ?? 0) / run.planned_steps : null;
-  const left = run.seconds_left !== null && run.seconds_left !== undefined ? `about ${duration(run.seconds_left)} left` : '';
-  const said = (value, /** @type {(own: any) => string} */ say) => (value === null || value === undefined ? null : html`<span data-value>${say(value)}</span>`);
+  const said = (value, say) => (value === null || value === undefined ? null : say(value));
+  const planned = run.planned_steps ? ` of ${count(run.planned_steps)}` : '';
+  const left = said(run.seconds_left, (own) => `about ${duration(own)} left`);
+  const steps = (own) => html`<span data-field="steps">${count(own)}</span>${planned}`;
+  const far = said(run.steps, (own) => `step ${count(own)}${planned}`);
   const facts = /** @type {[string, unknown][]} */ ([
-    ['Step', run.steps !== null && html`<span data-field="steps">${count(run.steps)}</span>${run.planned_steps && ` of ${count(run.planned_steps)}`}`],
+    ['Step', said(last('step') ?? run.steps, steps)],
     ['Loss', said(last('loss') ?? run.loss, loss)],
-    ['Held-out loss, best', best ? html`${loss(best.loss)} <span class="hint">at step ${count(best.step)}</span>` : said(run.held_out, loss)],
+    ['Held-out loss, best', said(best?.loss ?? run.held_out, loss)],
     ['Learning rate', said(last('learning_rate') ?? run.learning_rate, number)],
     ['Speed', run.tokens_per_second !== null && `${number(run.tokens_per_second)} tokens/s`],
     ['Memory', said(last('memory_bytes') ?? run.memory_bytes, size)],
@@ -191,11 +187,11 @@ function Training({ session, run, curve, samples, log }) {
     ['Took', said(run.elapsed ?? run.outcome?.seconds, duration)],
   ]);
   return html`
-    ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage && sentence(run.stage), run.steps !== null && run.planned_steps && `step ${count(run.steps)} of ${count(run.planned_steps)}`, left].filter(Boolean).join(', ')} />`}
+    ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage && sentence(run.stage), far, left].filter(Boolean).join(', ')} />`}
     ${run.state && html`<p class="state"><${Prose} text=${sentence(run.state)} /></p>`}
     ${run.job?.status === 'failed' && run.job.error && html`<${Problem} error=${new ApiError(400, run.job.error)} />`}
     ${(run.problems ?? []).map((text) => html`<div class="notice"><p><${Prose} text=${sentence(text)} /></p></div>`)}
-    ${run.verdict && html`<${Link} to=${{ screen: 'run', id: run.id, tab: 'verdict' }} class=${`see ${run.verdict}`}><${Sign} name=${run.verdict} /><span><strong>${run.verdict}</strong> See the verdict and the answers</span><//>`}
+    ${run.verdict && html`<${Link} to=${{ screen: 'run', id: run.id, tab: 'verdict' }} class="button large see"><${VerdictWord} level=${run.verdict} /> See the verdict and the answers<//>`}
     <${Actions} session=${session} run=${run} />
     <${Facts} pairs=${facts} />
     <section><div class="title-row"><h2>${METRICS[metric].name}</h2>
@@ -210,10 +206,8 @@ function Training({ session, run, curve, samples, log }) {
     ${run.crash && html`<section><h2>Why it crashed</h2><pre class="code" tabindex="0" dir="auto">${visible(run.crash)}</pre></section>`}
     <section><h2>Log</h2><${Log} log=${log} /></section>
     <section><h2>Settings</h2>
-      ${run.plan?.length > 0
-        ? html`<details><summary>${count(run.plan.length, 'setting')}, each with its reason</summary>
-            <${Reasons} head=${['Setting', 'Value', 'Reason']} rows=${run.plan.map((own) => [words(own.key), setting(own.value), html`<${Prose} text=${own.because} />`])} /></details>`
-        : html`<p class="none">No plan was found: the settings are not known.</p>`}
+      ${!run.plan?.length && html`<p class="none">No plan was found: the settings are not known.</p>`}
+      ${run.plan?.length > 0 && html`<details><summary>${count(run.plan.length, 'setting')}, each with its reason</summary><${Reasons} chosen=${run.plan} /></details>`}
       ${run.config && html`<details><summary>The file of the settings</summary><pre class="code" tabindex="0" dir="auto">${visible(run.config)}</pre></details>`}
     </section>
     <${Command} command=${run.command} />`;
@@ -221,7 +215,7 @@ function Training({ session, run, curve, samples, log }) {
 
 /** What can be done now, each with its command. @param {{ session: any, run: any }} own */
 export function Actions({ session, run }) {
-  const [state, setState] = useState(/** @type {{ error?: any, message?: string, busy?: string, job?: any, ask?: any }} */ ({}));
+  const [state, setState] = useState(/** @type {any} */ ({}));
   const { id, status } = run;
   useEffect(() => setState((old) => (old.busy ? old : {})), [status]);
   const act = async (action) => {
@@ -236,77 +230,66 @@ export function Actions({ session, run }) {
   };
   const own = (run.actions ?? []).filter((action) => !['chat', 'export'].includes(action.id));
   const possible = session.is_read_only ? [] : own.filter((action) => action.is_possible);
-  const refused = own.filter((action) => !action.is_possible && action.why_not && action.id === 'resume' && status !== 'finished');
+  const isRefused = (action) => !action.is_possible && action.why_not && action.id === 'resume';
+  const refused = ['finished', 'running'].includes(status) ? [] : own.filter(isRefused);
+  const button = (action, index) =>
+    html`<button type="button" class=${index === 0 && status !== 'finished' ? 'primary' : ''} disabled=${Boolean(state.busy)} onClick=${() => act(action)}>
+      ${state.busy === action.id ? 'A moment …' : action.label}</button>`;
   return html`<${Problem} error=${state.error} />
-    ${possible.length > 0 && html`<div class="actions">
-      ${possible.map((action, index) => html`<button type="button" class=${index === 0 && status !== 'finished' ? 'primary' : ''} disabled=${Boolean(state.busy)}
-        onClick=${() => (action.id === 'remove_lock' ? setState({ ask: action }) : act(action))}>${state.busy === action.id ? 'A moment …' : action.label}</button>`)}
-    </div>`}
+    ${possible.length > 0 && html`<div class="actions">${possible.map(button)}</div>`}
     ${refused.map((action) => html`<p class="hint">${action.label} is not possible: <${Prose} text=${action.why_not} /></p>`)}
     ${state.message && html`<p class="state" role="status"><${Prose} text=${sentence(state.message)} /></p>`}
     ${state.job && html`<${Job} id=${state.job.id} key=${state.job.id} />`}
-    ${state.ask && html`<${Confirm} title=${`${state.ask.label}?`} yes=${state.ask.label} onYes=${() => act(state.ask)} onNo=${() => setState({})}>
-      <p>Do this only if no process works in the run any more: it could write at the same time.</p><//>`}
-    ${possible.length > 0 && html`<details class="more"><summary>The same in a terminal</summary>
-      ${possible.map((action) => html`<${Command} label=${action.label} command=${action.command} />`)}</details>`}`;
+    ${possible.length > 0 && html`<details class="more"><summary>The same in a terminal</summary>${possible.map(({ label, command }) => html`<${Command} label=${label} command=${command} />`)}</details>`}`;
 }
 
 /** What health did, in words. @param {{ healing: any[], lines: string[], advice: string[] }} own */
 function Health({ healing, lines, advice }) {
   if (!healing.length && !lines.length && !advice.length) return null;
+  const one = (own) => html`<li class=${own.severity} data-step=${own.step}>
+    <strong>Step ${count(own.step)}: ${own.severity}</strong> <${Prose} text=${own.words || words(own.name)} />
+    ${typeof own.rewound_to === 'number' && html`<span class="hint"> Went back to step ${count(own.rewound_to)}.</span>`}
+    ${own.seconds_lost > 0 && html`<span class="hint"> Took ${duration(own.seconds_lost)}.</span>`}</li>`;
   return html`<section><h2>Health</h2>
-    <ul class="health">${healing.map((own) => html`<li class=${own.severity} data-step=${own.step}>
-      <strong>Step ${count(own.step)}: ${own.severity}</strong> <${Prose} text=${own.words || words(own.name)} />
-      ${own.rewound_to !== null && own.rewound_to !== undefined && html`<span class="hint"> Went back to step ${count(own.rewound_to)}.</span>`}
-      ${own.seconds_lost > 0 && html`<span class="hint"> Took ${duration(own.seconds_lost)}.</span>`}</li>`)}</ul>
+    <ul class="health">${healing.map(one)}</ul>
     ${lines.length > 0 && healing.length === 0 && html`<ul class="notes">${lines.map((text) => html`<li><${Prose} text=${text} /></li>`)}</ul>`}
     ${advice.map((text) => html`<p class="fine">Next time: <${Prose} text=${text} /></p>`)}
   </section>`;
 }
 
-/** An answer of a sample, with the step it is from. @param {{ answer: any }} own */
-function SampleAnswer({ answer }) {
-  const mark = answer.right === null || answer.right === undefined ? '' : answer.right ? 'right' : 'wrong';
-  const text = visible(answer.answer);
-  return html`<div class="answer"><p class="label">
-      <span>${answer.is_untrained ? html`<strong>untrained</strong>, before the first step` : html`after step ${count(answer.step)}`}</span>
-      ${mark && html`<span class=${`mark ${mark}`}><${Sign} name=${mark} />${mark}</span>`}
-      ${answer.fault && html`<span>${words(answer.fault)}</span>`}</p>
-    <${Said} text=${text} label="Answer" />
-    ${answer.ended === false && html`<p class="hint">cut off at the limit</p>`}</div>`;
+/** An answer of a sample, with the step it is from. @param {any} own */
+function sampled({ step, answer, right, fault, ended, is_untrained: isUntrained }) {
+  const untrained = html`<strong>untrained</strong>, before the first step`;
+  const name = isUntrained ? untrained : `after step ${count(step)}`;
+  const hint = ended === false && 'cut off at the limit';
+  return html`<${Answer} name=${name} text=${visible(answer)} right=${right} faults=${fault ? [words(fault)] : []} hint=${hint} />`;
 }
 
 /** The same questions as the model learns. @param {{ questions: any[], isRunning: boolean }} own */
 function Samples({ questions, isRunning }) {
   const [shown, setShown] = useState(NUM_SAMPLES);
-  if (!questions.length) return html`<p class="none">${isRunning ? 'The first answers come with the first evaluation.' : 'No sample was written.'}</p>`;
+  const none = isRunning ? 'They come with the first evaluation.' : 'No sample was written.';
+  if (!questions.length) return html`<p class="none">${none}</p>`;
+  const one = (own) => {
+    const answers = [...own.answers].sort((a, b) => a.step - b.step);
+    const first = answers.find((each) => each.is_untrained);
+    const newest = answers.findLast((each) => !each.is_untrained);
+    const between = answers.filter((each) => each !== first && each !== newest).reverse();
+    const later = html`<${Answer} name="trained" text=${isRunning ? 'not yet' : 'none'} />`;
+    return html`<${Exchange} question=${own.question} reference=${own.reference?.replace(TURN_END, '')} key=${own.document}>
+        ${first && sampled(first)} ${newest ? sampled(newest) : later}<//>
+      ${between.length > 0 && html`<details><summary>${count(between.length, 'answer')} in between</summary>${between.map(sampled)}</details>`}`;
+  };
   return html`<p class="lead">Held-out questions, answered while it learns.</p>
-    ${questions.slice(0, shown).map((own) => {
-      const answers = [...own.answers].sort((a, b) => a.step - b.step);
-      const first = answers.find((each) => each.is_untrained);
-      const newest = answers.findLast((each) => !each.is_untrained);
-      const between = answers.filter((each) => each !== first && each !== newest).reverse();
-      return html`<article class="exchange" key=${own.document}>
-        <div class="question"><${Said} text=${own.question} label="Question" /></div>
-        ${own.reference && html`<div class="reference"><span class="label">Expected</span><${Said} text=${own.reference.replace(TURN_END, '')} label="Expected answer" /></div>`}
-        <div class="sides">${first && html`<${SampleAnswer} answer=${first} />`}
-          ${newest ? html`<${SampleAnswer} answer=${newest} />` : html`<div class="answer"><p class="label">trained</p><p class="none">No answer yet.</p></div>`}</div>
-        ${between.length > 0 && html`<details><summary>${count(between.length, 'answer')} in between</summary>${between.map((answer) => html`<${SampleAnswer} answer=${answer} />`)}</details>`}
-      </article>`;
-    })}
-    ${questions.length > shown && html`<p><button type="button" onClick=${() => setShown((own) => own + 10)}>${count(questions.length - shown)} more</button></p>`}`;
+    ${questions.slice(0, shown).map(one)}
+    <${More} shown=${Math.min(shown, questions.length)} total=${questions.length} noun="question" onMore=${() => setShown((own) => own + 10)} />`;
 }
 
 /** The output of the process. @param {{ log: any }} own */
 function Log({ log }) {
-  const box = useRef(/** @type {HTMLElement | null} */ (null));
-  const atEnd = useRef(true);
-  useEffect(() => {
-    if (box.current && atEnd.current) box.current.scrollTop = box.current.scrollHeight;
-  }, [log.text]);
-  const scroll = ({ currentTarget: own }) => (atEnd.current = own.scrollHeight - own.scrollTop - own.clientHeight < 30);
-  if (!log.text) return html`<p class="none"><${Prose} text=${sentence(log.where || 'there is no log of this run')} /></p>`;
-  return html`<details><summary>What the command prints</summary>
-    ${log.where && html`<p class="fine"><${Prose} text=${sentence(log.where)} /></p>`}
-    <pre class="code log" tabindex="0" ref=${box} onScroll=${scroll} dir="auto">${visible(log.text.slice(-20_000))}</pre></details>`;
+  const where = html`<p class="none"><${Prose} text=${sentence(log.where || 'there is no log of this run')} /></p>`;
+  if (!log.text) return where;
+  return html`<details><summary>What the command prints, the newest at the end</summary>
+    ${where}
+    <pre class="code" tabindex="0" dir="auto">${visible(log.text.slice(-20_000))}</pre></details>`;
 }
