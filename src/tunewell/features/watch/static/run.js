@@ -188,7 +188,7 @@ function Training({ session, run, curve, samples, log }) {
   ]);
   return html`
     ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage && sentence(run.stage), far, left].filter(Boolean).join(', ')} />`}
-    ${run.state && html`<p class="state"><${Prose} text=${sentence(run.state)} /></p>`}
+    ${run.state && html`<p class="lead"><${Prose} text=${sentence(run.state)} /></p>`}
     ${run.job?.status === 'failed' && run.job.error && html`<${Problem} error=${new ApiError(400, run.job.error)} />`}
     ${(run.problems ?? []).map((text) => html`<div class="notice"><p><${Prose} text=${sentence(text)} /></p></div>`)}
     ${run.verdict && html`<${Link} to=${{ screen: 'run', id: run.id, tab: 'verdict' }} class="button large see"><${VerdictWord} level=${run.verdict} /> See the verdict and the answers<//>`}
@@ -238,7 +238,7 @@ export function Actions({ session, run }) {
   return html`<${Problem} error=${state.error} />
     ${possible.length > 0 && html`<div class="actions">${possible.map(button)}</div>`}
     ${refused.map((action) => html`<p class="hint">${action.label} is not possible: <${Prose} text=${action.why_not} /></p>`)}
-    ${state.message && html`<p class="state" role="status"><${Prose} text=${sentence(state.message)} /></p>`}
+    ${state.message && html`<p class="lead" role="status"><${Prose} text=${sentence(state.message)} /></p>`}
     ${state.job && html`<${Job} id=${state.job.id} key=${state.job.id} />`}
     ${possible.length > 0 && html`<details class="more"><summary>The same in a terminal</summary>${possible.map(({ label, command }) => html`<${Command} label=${label} command=${command} />`)}</details>`}`;
 }
