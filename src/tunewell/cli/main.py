@@ -28,8 +28,8 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count
 
 _ORDER = (
-    "models init inspect prepare plan train watch sweep runs compare track profile validate export verify push notebook chat "
-    "serve index ask diagnose doctor explain glossary schema"
+    "models init inspect prepare plan train watch sweep runs compare track profile validate export verify push "
+    "notebook chat serve index ask diagnose doctor explain glossary schema"
 )
 _SPINE = "models init inspect prepare plan train runs validate export verify chat explain glossary schema"
 _MODULES = {name: f"tunewell.cli.commands.{name}" for name in _SPINE.split()} | modules("commands")

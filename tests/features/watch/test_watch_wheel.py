@@ -67,7 +67,7 @@ def test_the_page_works_from_a_wheel_without_torch(tmp_path, tiny_model):
                 failed = next(
                     data for kind, data in stream.events() if kind == "jobs" and data["jobs"][0]["status"] == "failed"
                 )
-            assert "torch" in failed["jobs"][0]["error"]["what"]
+            assert "torch" in failed["jobs"][0]["error"]["what"], failed
         finally:
             server.kill()
     assert not list((tmp_path / "venv").rglob("torch/__init__.py"))

@@ -25,9 +25,8 @@ from tunewell.core.progress import Progress
 from tunewell.features.watch import actions, chat, new, views
 from tunewell.features.watch.errors import STATUS, WatchError, error_json
 from tunewell.features.watch.folder import read_blocks
-from tunewell.features.watch.stream import Stream, sse
+from tunewell.features.watch.stream import Stream, json_bytes, sse
 from tunewell.features.watch.watched import Watched
-from tunewell.records.events import plain
 from tunewell.web.access import BrowserGuard, TokenGuard
 
 _MAX_BODY_BYTES = 1 << 20
@@ -150,7 +149,7 @@ def _worker(watched: Watched, name: str, work: Worker) -> Callable[[Request], An
         def send(kind: str, content: Any) -> None:
             if has_left.is_set():
                 raise ClientDisconnect
-            loop.call_soon_threadsafe(events.put_nowait, (kind, plain(content)))
+            loop.call_soon_threadsafe(events.put_nowait, (kind, content))
 
         def emit(now: Progress | chat.Delta) -> None:
             send("delta" if isinstance(now, chat.Delta) else "progress", vars(now))
@@ -249,7 +248,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(plain(content), default=str), status, media_type="application/json")
+    return Response(json_bytes(content), status, media_type="application/json")
 
 
 async def _failure(_: Request, error: Exception) -> Response:

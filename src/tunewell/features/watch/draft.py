@@ -131,6 +131,8 @@ class _Rows:
                     rows.append([_cell(row.get(name, "")) for name in names])
                 else:
                     rows.append([_cell(row)])
+            if not rows and not conversations:
+                raise UserError("none of the first rows can be read", fix="open the file, and correct or convert it")
         except UserError as error:
             problem = {"what": error.what, "where": error.where, "fix": error.fix}
         return {"columns": names, "rows": rows, "conversations": conversations, "problem": problem}

@@ -7,13 +7,13 @@ A job goes on when the server ends, and any later server finds it. Two starts on
 
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -30,7 +30,7 @@ from tunewell.records.rundir import LOCK
 from tunewell.runs.state import StoredRun, find_runs, read_object, value_in
 
 USES_DEVICE = frozenset({"train", "resume", "validate"})
-_STOPPED = frozenset({130, 143})
+_ERROR = re.compile(r"^error: (?P<what>.*)(?:\n  where: (?P<where>.*))?(?:\n  fix: +(?P<fix>.*))?", re.MULTILINE)
 _VERDICTS = frozenset({3, 4})
 """Exit codes of `train`, `validate` and `export` that are results, and no failures."""
 _MAX_JOBS = 200
@@ -55,7 +55,7 @@ class Jobs:
         """
         require_disk_space(self._folder.root, _NEEDED_BYTES)
         make_private(self._place)
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        name = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
         path = self._place / name
         path.mkdir(mode=0o700)
         now = datetime.now().astimezone().isoformat("T", "seconds")
@@ -75,22 +75,23 @@ class Jobs:
     def job(self, name: str) -> dict[str, Any]:
         """Return a job with what it has written; raise WatchError if there is none."""
         path = self.path(name)
-        known = read_object(path / "job.json")
-        _, is_running = self._owner(path)
-        code = _number(path / "code")
-        state = "running" if is_running and code is None else "lost" if code is None else "failed"
+        code, err = _number(path / "code"), _end(path / "err")
         result = read_object(path / "out") if code is not None else {}
-        if code == 0 or (code in _VERDICTS and "error" not in result):
-            state = "done"
-        if code in _STOPPED:
-            state = "stopped"
-        err = _end(path / "err")
-        error = result.get("error") if state in ("failed", "lost") else None
-        if state in ("failed", "lost") and not isinstance(error, dict):
-            error = {"what": _last_words(err) or "the command ended without a result", "where": None, "fix": None}
-        keys = ("id", "kind", "run", "command", "started")
-        found = {key: known.get(key) for key in keys} | {"id": name, "status": state, "code": code, "error": error}
-        return redact(found | {"words": _last_words(err), "result": result or None if state == "done" else None})
+        if code is None:
+            status = "running" if self._owner(path)[1] else "lost"
+        elif code in _VERDICTS and "error" not in result:
+            status = "done"
+        else:
+            status = {0: "done", 130: "stopped", 143: "stopped"}.get(code, "failed")
+        lines = err.replace("\r", "\n").split("\n")
+        words = next((line.strip() for line in reversed(lines) if line.strip()), None)
+        error = None
+        if status in ("failed", "lost"):
+            told = [*_ERROR.finditer(err)]
+            what = told[-1].groupdict() if told else {"what": words or "the command ended without a result"}
+            error = {"where": None, "fix": None} | (result.get("error") or what)
+        job = read_object(path / "job.json") | {"id": name, "status": status, "code": code, "error": error}
+        return redact(job | {"words": words, "result": (result or None) if status == "done" else None})
 
     def path(self, name: str) -> Path:
         """Return the folder of a job."""
@@ -122,10 +123,6 @@ class Jobs:
             for name in self._names()[:20]
         ]
 
-    def log_of(self, name: str) -> Path:
-        """Return the file with what a job tells people."""
-        return self.path(name) / "err"
-
     def stop(self, name: str) -> dict[str, Any]:
         """Ask a job to end, and return it."""
         owner, is_running = self._owner(self.path(name))
@@ -154,37 +151,32 @@ class Jobs:
 
     # The device: one run at a time.
 
-    def holder(self, device: str | None = None) -> WatchError | None:
-        """Return why no run can be started on a device now: the run or the job that holds it. None: it is free."""
-        device = device or read_machine().device("auto").name
+    def holder(self) -> WatchError | None:
+        """Return why no run can be started on the device now: the run or the job that holds it. None: it is free."""
+        device, host = read_machine().device("auto").name.removesuffix(":0"), socket.gethostname()
         for path in find_runs(self._folder.root):
             run = StoredRun(path)
             own = value_in(run.plan, "device", "value", kind=str) or device
-            if run.is_running and run.owner and run.owner.host == socket.gethostname() and _same(own, device):
-                return self._busy(f"the run `{self._folder.name_of(path)}`", self._folder.name_of(path), str(run.owner))
+            if run.is_running and run.owner and run.owner.host == host and own.removesuffix(":0") == device:
+                return _busy(self._folder.name_of(path), str(run.owner))
         for job in self.running():
             if job["kind"] in USES_DEVICE:
-                named = f"the run `{job['run']}`" if job["run"] else "a command"
-                return self._busy(named, job["run"] or "", f"`{job['command']}`, since {job['started']}")
+                return _busy(job["run"], f"`{job['command']}`, since {job['started']}")
         return None
 
-    def _busy(self, named: str, run: str, where: str) -> WatchError:
-        fix = "wait until it ends, or stop it" + (f": `tunewell runs {shlex.quote(run)} --stop`" if run else "")
-        return WatchError("busy", f"{named} holds the device", where=where, fix=fix)
-
     @contextmanager
-    def holding(self, device: str | None = None) -> Iterator[None]:
+    def holding(self) -> Iterator[None]:
         """Let one server at a time look whether the device is free, and start; raise WatchError if it is not."""
         make_private(self._place)
         with FolderLock.take(self._place / LOCK, doing="starting a run in this folder"):
-            if error := self.holder(device):
+            if error := self.holder():
                 raise error
             yield
-            time.sleep(0.05)
 
 
-def _same(one: str, other: str) -> bool:
-    return one.removesuffix(":0") == other.removesuffix(":0")
+def _busy(run: str, where: str) -> WatchError:
+    fix = f"wait until it ends, or stop it: `tunewell runs {shlex.quote(run)} --stop`"
+    return WatchError("busy", f"the run `{run}` holds the device", where=where, fix=fix)
 
 
 def _number(path: Path) -> int | None:
@@ -208,7 +200,3 @@ def _end(path: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def _last_words(text: str) -> str | None:
-    return next((line.strip() for line in reversed(text.replace("\r", "\n").splitlines()) if line.strip()), None)

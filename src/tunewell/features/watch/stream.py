@@ -17,7 +17,7 @@ from tunewell.core.errors import UserError
 from tunewell.features.watch import views
 from tunewell.features.watch.errors import WatchError, error_json
 from tunewell.features.watch.watched import Watched, run_signature
-from tunewell.records.events import parse_object, plain
+from tunewell.records.events import event_line, parse_object, plain
 from tunewell.runs.follow import START, LogPosition, LogReplaced, end_of, read_new
 from tunewell.runs.status import RunStatus
 
@@ -170,5 +170,12 @@ def _read(file: Path, position: LogPosition) -> tuple[bytes, tuple[Path, LogPosi
 
 def sse(kind: str, data: Any, id_: str = "") -> bytes:
     """Return one server-sent event."""
-    head = f"id: {id_}\n" if id_ else ""
-    return f"{head}event: {kind}\ndata: ".encode() + orjson.dumps(plain(data), default=str) + b"\n\n"
+    return f"{f'id: {id_}' if id_ else ':'}\nevent: {kind}\ndata: ".encode() + json_bytes(data) + b"\n\n"
+
+
+def json_bytes(data: Any) -> bytes:
+    """Return JSON, without secrets. A lone surrogate, which UTF-8 cannot encode, is escaped."""
+    try:
+        return orjson.dumps(plain(data), default=str)
+    except TypeError:
+        return event_line(data)

@@ -241,7 +241,7 @@ def log_path(watched: Watched, query: Query) -> Path | None:
         run_name = query.get("run") or query.get("id", ".")
         job_ = watched.jobs.newest_of(run_name, ("train", "resume", "validate"))
         name = job_["id"] if job_ else None
-    return watched.jobs.log_of(name) if name else None
+    return watched.jobs.path(name) / "err" if name else None
 
 
 def log(watched: Watched, query: Query) -> dict[str, Any]:
