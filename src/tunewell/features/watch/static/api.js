@@ -19,9 +19,9 @@ let token = '';
 
 /** What went wrong, where, and how to fix it, as the command line says it. */
 export class ApiError extends Error {
-  /** @param {number} status @param {{ what?: string, where?: string | null, fix?: string | null }} [said] */
+  /** @param {number} status @param {{ what?: string, message?: string, where?: string | null, fix?: string | null }} [said] */
   constructor(status, said = {}) {
-    super(said.what || `the server answered ${status}`);
+    super(said.what || said.message || `the server answered ${status}`);
     this.status = status;
     this.where = said.where ?? '';
     this.fix = said.fix ?? '';
@@ -118,7 +118,9 @@ async function* eventsOf(answer, onBytes) {
   const decoder = new TextDecoder();
   let rest = '';
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(() => {
+      throw new ApiError(0, { what: 'the answer was cut off', fix: 'try again' });
+    });
     if (done) return;
     onBytes?.();
     rest += decoder.decode(value, { stream: true });

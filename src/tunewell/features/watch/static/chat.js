@@ -10,7 +10,7 @@ import { Link } from './router.js';
 const NAMES = { tuned: 'Tuned model', base: 'Base model' };
 const POLL_SECONDS = 1.5;
 
-/** @typedef {{ role: string, content: string, seconds?: number, tokens?: number, error?: any }} Message */
+/** @typedef {{ role: string, content: string, seconds?: number, error?: any }} Message */
 
 /** @param {{ session: any, run: any }} own */
 export function Chat({ session, run }) {
@@ -122,9 +122,9 @@ function Talk({ run, sides }) {
 
 /** The reply of a side, as far as it is written. @param {string} side @param {string} model @param {Message} [message] @param {boolean} [isLast] */
 function reply(side, model, message, isLast) {
-  const { content = '', error, seconds, tokens } = message ?? {};
+  const { content = '', error, seconds } = message ?? {};
   const name = html`${NAMES[side]} <${Bdi} text=${model} />`;
-  const hint = seconds !== undefined && `${count(tokens ?? 0, 'token')}, ${duration(seconds)}`;
+  const hint = seconds !== undefined && duration(seconds);
   const busy = !content && isLast ? html`<${Busy} text="Thinking" />` : undefined;
   const instead = error ? html`<${Problem} error=${error} />` : busy;
   return html`<${Answer} name=${name} text=${content} hint=${hint} side=${side} key=${side}>${instead}<//>`;

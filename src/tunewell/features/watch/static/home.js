@@ -18,6 +18,7 @@ const SORTS = {
 };
 /** @type {Record<string, string>} */
 const STATUS = {
+  starting: 'starting',
   running: 'running',
   finished: 'finished',
   interrupted: 'stopped by you',

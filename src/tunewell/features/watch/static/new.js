@@ -191,13 +191,15 @@ function Questions({ request, session, to }) {
   const { result } = answer;
   if (!result) return html`<${Waiting} answer=${answer} title="Reading the rows" />`;
   if (result.question)
-    return html`<${Question} result=${result} answers=${answers} to=${to} key=${answers.length} />`;
-  return html`<h1 tabindex="-1">${count(result.number, 'row')} will be read like this</h1>
+    return html`<${Question} result=${result} request=${request} to=${to} key=${answers.length} />`;
+  const isBad = result.rows?.problem || !result.number;
+  return html`<h1 tabindex="-1">${isBad ? 'These rows cannot be read' : `${count(result.number, 'row')} will be read like this`}</h1>
+    ${result.pauses && html`<p class="lead"><${Prose} text=${result.pauses} /></p>`}
     ${result.is_documents && html`<${Documents} data=${data} session=${session} />`}
     <${Preview} rows=${result.rows} />
     ${result.found?.length > 0 && html`<details><summary>What was found out about the file</summary><${Reasons} chosen=${result.found} /></details>`}
     <div class="actions">
-      <button type="button" class="primary large" onClick=${() => to({ step: 'model', name: result.suggested_name ?? '' })}>${result.is_documents ? 'Train on these texts' : 'This is right'}</button>
+      ${!isBad && html`<button type="button" class="primary large" onClick=${() => to({ step: 'model', name: result.suggested_name ?? '' })}>${result.is_documents ? 'Train on these texts' : 'This is right'}</button>`}
       <button type="button" onClick=${() => to({ data: '', answers: '', step: '' })}>Other rows</button>
     </div>
     <${Command} command=${result.command} />`;
@@ -213,12 +215,14 @@ const Back = () =>
   html`<div class="actions"><button type="button" onClick=${() => history.back()}>Back</button></div>`;
 
 /** One question with its options, and the rows as they would be read now.
- * @param {{ result: any, answers: string[], to: (changes: Record<string, string>) => void }} own */
-function Question({ result: { question, rows }, answers, to }) {
+ * @param {{ result: any, request: any, to: (changes: Record<string, string>) => void }} own */
+function Question({ result: { question, rows }, request, to }) {
   const answer = (event) => {
     event.preventDefault();
     const value = new FormData(event.target).get('option');
-    to({ answers: JSON.stringify([...answers, value]) });
+    const { key } = question;
+    if (!key) to({ answers: JSON.stringify([...request.answers, value]) });
+    else to({ settings: JSON.stringify({ ...request.settings, [key]: value }) });
   };
   const shown = question.shown.map((own) => [visible(own.name), visible(own.text)]);
   const option = ({ value, label }, index) => html`<label class="card option">
@@ -364,11 +368,10 @@ function Check({ request, session, to }) {
   const { result } = answer;
   const [start, setStart] = useState(/** @type {any} */ ({}));
   if (!result) return html`<${Waiting} answer=${answer} title="Making the plan" />`;
-  if (result.question)
-    return html`<${Question} result=${result} answers=${request.answers} to=${to} />`;
+  if (result.question) return html`<${Question} result=${result} request=${request} to=${to} />`;
   const begin = async () => {
     setStart({ isSent: true });
-    const begun = ({ run, job }) => go({ screen: 'run', id: run, job: job?.id });
+    const begun = ({ run }) => go({ screen: 'run', id: run });
     const progress = (own) => setStart({ isSent: true, progress: own });
     await work('new/start', request, progress).then(begun, (error) => setStart({ error }));
   };

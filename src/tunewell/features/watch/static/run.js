@@ -19,11 +19,10 @@ const NUM_SAMPLES = 4;
 const TURN_END = /(<\|[\w-]+\|>|<\/s>|<end_of_turn>)\s*$/;
 
 /** Load a run and follow it. What is shown is what the records say: a reset of a log drops what was undone.
- * @param {string} id @param {string | undefined} started the job that starts it */
-function useRun(id, started) {
+ * @param {string} id */
+function useRun(id) {
   const [run, setRun] = useState(/** @type {any} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
-  const [job, setJob] = useState(/** @type {any} */ (null));
   const [line, setLine] = useState('');
   const [round, setRound] = useState(0);
   const records = useRef(/** @type {any} */ ({ curve: null, samples: [], log: {} }));
@@ -61,7 +60,6 @@ function useRun(id, started) {
     };
     const load = async () => {
       try {
-        if (started) await begun(id, started, controller.signal, setJob);
         const [first, curve, samples, log] = await Promise.all([
           get(`run?${query}`, controller.signal),
           get(`curve?${query}`, controller.signal),
@@ -90,21 +88,7 @@ function useRun(id, started) {
       end();
     };
   }, [id, round]);
-  return { run, error, job, line, ...shown, again: () => setRound((own) => own + 1) };
-}
-
-/** Wait until a run that was started has its folder, or its job has ended.
- * @param {string} id @param {string} started @param {AbortSignal} signal @param {(job: any) => void} onJob */
-async function begun(id, started, signal, onJob) {
-  for (;;) {
-    const { runs } = await get(`runs?${new URLSearchParams({ search: id })}`, signal);
-    if (runs.some((own) => own.id === id)) return onJob(null);
-    const job = await get(`job?${new URLSearchParams({ id: started })}`, signal);
-    onJob(job);
-    const what = 'the training ended before its first step';
-    if (job.status !== 'running') throw new ApiError(400, job.error ?? { what });
-    await new Promise((go) => setTimeout(go, 1000));
-  }
+  return { run, error, line, ...shown, again: () => setRound((own) => own + 1) };
 }
 
 /** @param {any} curve @param {any} row */
@@ -131,7 +115,7 @@ function addSample(questions, row) {
 /** @param {{ session: any, place: import('./router.js').Place }} own */
 export function Run({ session, place }) {
   const id = place.id ?? '';
-  const { run, error, job, line, curve, samples, log, again } = useRun(id, place.job);
+  const { run, error, line, curve, samples, log, again } = useRun(id);
   const tab = place.tab ?? '';
   const was = useRef('');
   useEffect(() => {
@@ -142,7 +126,7 @@ export function Run({ session, place }) {
   }, [run?.status, run?.verdict, run?.steps]);
   if (!run || !curve) {
     return html`<h1 tabindex="-1"><${Bdi} text=${id} /></h1>
-      ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text=${job ? visible(job.words || 'Starting: this takes some seconds') : 'Reading the run'} /><${Command} command=${job?.command} />`}`;
+      ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text="Reading the run" />`}`;
   }
   const to = (own) => ({ screen: 'run', id, ...(own && { tab: own }) });
   const tabs = Object.entries(TABS).filter(([name]) => name !== 'chat' || session.features.chat);
@@ -189,6 +173,7 @@ function Training({ session, run, curve, samples, log }) {
   return html`
     ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage && sentence(run.stage), far, left].filter(Boolean).join(', ')} />`}
     ${run.state && html`<p class="lead"><${Prose} text=${sentence(run.state)} /></p>`}
+    ${run.status === 'starting' && html`<${Busy} text=${visible(run.job?.words || 'Starting: this takes some seconds')} />`}
     ${run.job?.status === 'failed' && run.job.error && html`<${Problem} error=${new ApiError(400, run.job.error)} />`}
     ${(run.problems ?? []).map((text) => html`<div class="notice"><p><${Prose} text=${sentence(text)} /></p></div>`)}
     ${run.verdict && html`<${Link} to=${{ screen: 'run', id: run.id, tab: 'verdict' }} class="button large see"><${VerdictWord} level=${run.verdict} /> See the verdict and the answers<//>`}
