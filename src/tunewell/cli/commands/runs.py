@@ -32,7 +32,8 @@ def command(
     path = Path(folder).expanduser()
     if stop:
         if stacks or find_status(path, is_quick=True) is None:
-            raise UserError(f"`{folder}` is not a run" if not stacks else "`--stop` and `--stacks` exclude each other")
+            what = "`--stop` and `--stacks` exclude each other" if stacks else f"`{folder}` is not a run"
+            raise UserError(what, fix="name a run folder; `tunewell runs` lists runs")
         message = stop_run(path)
         resume = f"`tunewell train --resume --out {quote(folder)}` resumes it"
         emit(json_text({"message": message}) if json else f"{message}\nnext: {resume}")

@@ -9,7 +9,6 @@ from tunewell.core.errors import UserError
 from tunewell.features.watch.errors import WatchError, error_json
 from tunewell.features.watch.folder import free_bytes
 from tunewell.features.watch.watched import Watched
-from tunewell.planning.forecast import export_bytes
 from tunewell.records.base import read_record
 from tunewell.records.events import plain
 from tunewell.records.parity import PARITY, PROOF, Parity, read_proof
@@ -36,6 +35,8 @@ def words_of(run: str, body: dict[str, Any]) -> list[str]:
 
 def view(watched: Watched, run: Path) -> dict[str, Any]:
     """Return the targets, and the export that is there."""
+    from tunewell.planning.forecast import export_bytes  # a second that the first page does not need
+
     name, stored = watched.folder.name_of(run), StoredRun(run)
     weights = num_weights(stored.model)
     settings = value_in(stored.plan, "config", "export", "gguf", kind=list) or ["q8_0"]

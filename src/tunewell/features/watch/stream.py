@@ -22,7 +22,7 @@ from tunewell.runs.follow import START, LogPosition, LogReplaced, end_of, read_n
 from tunewell.runs.status import RunStatus
 
 _SECONDS = 0.25
-_RUN_SECONDS, _LIST_SECONDS, _ALIVE_SECONDS = 1.0, 2.0, 10.0
+_RUN_SECONDS, _LIST_SECONDS, _ALIVE_SECONDS = 1.5, 2.0, 10.0
 _KINDS = ("steps", "healing", "samples", "log")
 Event = tuple[str, Any]
 

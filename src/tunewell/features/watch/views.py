@@ -18,7 +18,6 @@ from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.folder import MAX_UPLOAD_BYTES, MAX_UPLOAD_FILES
 from tunewell.features.watch.watched import Watched
 from tunewell.machine.machine import read_machine
-from tunewell.planning.first_config import RECIPES
 from tunewell.records.events import parse_object, plain
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
@@ -59,6 +58,8 @@ def number(query: Query, name: str, default: int, most: int = 1 << 53) -> int:
 
 def session(watched: Watched, query: Query) -> dict[str, Any]:
     """Return what the page must know before it shows anything."""
+    from tunewell.planning.first_config import RECIPES
+
     machine = read_machine()
     device = machine.device("auto")
     facts = {"cores": machine.cores, "memory_bytes": device.memory_bytes, "free_bytes": device.free_bytes}
