@@ -1,6 +1,7 @@
 """The page in Chromium: its numbers are those of the records, hostile texts stay texts, and many tabs work."""
 
 import json
+import re
 import time
 
 import pytest
@@ -32,19 +33,49 @@ def _open(browser, client, run: str = "", tab: str = ""):
 def _numbers(page) -> list[list[str]]:
     if not page.locator(".plot details[open]").count():
         page.get_by_text("The curve in numbers").click()
+    expect(page.locator(_ROWS).first).to_be_visible()
     cells = "(rows) => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
     return page.locator(_ROWS).evaluate_all(cells)
 
 
-def test_each_step_is_shown_with_the_number_of_its_record(tmp_path, browser):
+_HEALED = {"severity": "fault", "words": "a loss that is no number"}
+_KINDS = {
+    "healthy": ("finished", {}, []),
+    "healed": ("finished", {3: "nan"}, [{"step": 3, "name": "nonfinite", "action": "skip", **_HEALED}]),
+    "rewound": ("finished", {}, [{"step": 6, "name": "spike", "action": "rewind", "rewound_to": 4, **_HEALED}]),
+    "killed": (None, {}, []),
+    "resumed": ("interrupted", {7: "inf"}, []),
+}
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "ms": 1e-3, "s": 1.0}
+_SPOKEN = {"not a number": "nan", "infinite": "inf"}
+
+
+def _read(shown: str) -> float:
+    """Return the number that a text of the page says."""
+    value, _, unit = _SPOKEN.get(shown, shown).replace(",", "").partition(" ")
+    return float(value) * _UNITS.get(unit, 1.0)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_number_of_every_step_is_that_of_its_record(tmp_path, browser, kind):
     """A value that is rounded to another one, left out or from another step would be a lie."""
-    run = write_run(tmp_path / "run", 8)
+    status, losses, healing = _KINDS[kind]
+    run = write_run(tmp_path / "run", 0, status=status)
+    events = [step(number, losses.get(number, 3 / number), grad_norm=0.1 * number) for number in range(1, 9)]
+    write_lines(run / "events.jsonl", [held_out(0, 3.5), *events, held_out(8, 0.625)])
+    write_lines(run / "healing.jsonl", healing)
+    columns = {"Loss": "loss", "Learning rate": "learning_rate", "Memory": "memory_bytes", "Gradient": "grad_norm"}
     with watching(tmp_path) as client:
         page, watcher = _open(browser, client, "run")
         expect(page.locator("[data-field=steps]")).to_have_text("8")
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-        expected = [[f"{own['step']}", f"{own['loss']:.4f}", "250 ms"] for own in events]
-        assert _numbers(page)[:8] == expected
+        for name, key in columns.items():
+            page.get_by_role("button", name=name, exact=True).click()
+            shown = [(int(row[0]), *map(_read, row[1:])) for row in _numbers(page)[:8]]
+            expected = [(own["step"], float(own[key]), own["seconds"]) for own in events]
+            assert shown == [pytest.approx(own, rel=1e-3, nan_ok=True) for own in expected]
+        assert page.locator(".facts > div", has_text="Loss").first.text_content() == f"Loss{events[-1]['loss']:.4f}"
+        assert page.locator(".health li").count() == len(healing)
+        expect(page.locator(".status")).to_have_class(re.compile(rf"\b{status or 'killed'}\b"))
         assert watcher.faults == []
 
 
