@@ -117,7 +117,7 @@ $(WEB)/node_modules: $(WEB)/package-lock.json
 
 watch-story: setup $(WEB)/node_modules ## the page in Chromium: the whole story by mouse and by keyboard, axe-core; types and format. Needs Chromium and npm
 	$(WEB)/node_modules/.bin/tsc -p $(WEB)
-	cd $(WEB) && node_modules/.bin/prettier --check "../../../../$(PAGE)/*.{js,css}"
+	cd $(WEB) && node_modules/.bin/prettier --config .prettierrc.json --check "../../../../$(PAGE)/*.{js,css}"
 	$(BIN)/python -m pytest -m "browser" tests/features/watch
 
 vendor: $(WEB)/node_modules ## build the page's vendored file (Preact, htm, signals, uPlot) with its versions, hashes and licences. Needs npm
