@@ -27,7 +27,7 @@ _HELD_OUT = b'\n{"kind": "held_out"'
 _VERDICT = re.compile(rb'\n  "verdict": "([A-Z]+)"')
 _MAX_DEPTH = 4
 _SKIPPED = frozenset({"checkpoints", "node_modules", "__pycache__", "export", "site-packages"})
-HIGH_FIRST = frozenset({"when", "tokens_per_second", "steps"})
+_HIGH_FIRST = frozenset({"when", "tokens_per_second", "steps"})
 COLUMNS = (
     *("run", "status", "verdict", "held_out", "loss", "steps", "planned_steps", "tokens_per_second", "when"),
     *("model", "method", "data", "note"),
@@ -209,9 +209,14 @@ def list_runs(
         wanted.append((name, value.casefold()))
     runs = [StoredRun(run) for run in find_runs(folder)]
     runs = [run for run in runs if all(value in str(getattr(run, name) or "").casefold() for name, value in wanted)]
+    return sorted_runs(runs, sort, is_reversed=is_reversed)
+
+
+def sorted_runs(runs: Sequence[StoredRun], sort: str, *, is_reversed: bool) -> list[StoredRun]:
+    """Return runs sorted by a column. Those without a value come last."""
     known = [run for run in runs if (value := getattr(run, sort)) is not None and value == value]  # NaN is unknown
-    known.sort(key=lambda run: getattr(run, sort), reverse=(sort in HIGH_FIRST) != is_reversed)
-    return known + sorted((run for run in runs if run not in known), key=lambda run: run.run)
+    known.sort(key=lambda run: getattr(run, sort), reverse=(sort in _HIGH_FIRST) != is_reversed)
+    return known + sorted(set(runs).difference(known), key=lambda run: run.run)
 
 
 def require_column(name: str, option: str) -> None:

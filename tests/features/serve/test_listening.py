@@ -1,11 +1,14 @@
 """Where a server may listen, and what a token must be."""
 
 import socket
+import threading
 
 import pytest
+from serving import Letters, chat, send
 
 from tunewell.core.errors import UserError
-from tunewell.web.access import listen, read_token
+from tunewell.features.serve.server import AccessRules, build_app
+from tunewell.web.access import listen, make_server, read_token
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8"])
@@ -75,3 +78,17 @@ def test_a_token_that_is_none_is_refused_and_not_shown(tmp_path, monkeypatch, te
 def test_a_token_file_that_is_not_there_is_said(tmp_path):
     with pytest.raises(UserError, match="cannot read the token"):
         read_token(tmp_path / "nothing")
+
+
+def test_an_idle_server_ends_by_itself():
+    """Guards against a model that stays in memory after the program that asked it is gone."""
+    model = Letters()
+    model.may_write.release(100)
+    app = build_app(model, access=AccessRules())
+    address = listen("127.0.0.1", 0, has_token=False)
+    server = make_server(app, is_over=lambda: app.state.idle_seconds() > 2)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [address.listener]})
+    thread.start()
+    assert send(f"{address.url}/v1", chat(max_tokens=3))[0] == 200
+    thread.join(timeout=20)
+    assert not thread.is_alive()

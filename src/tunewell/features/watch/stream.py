@@ -53,7 +53,7 @@ class Stream:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events until the client leaves, or the log of the run is cut."""
         sent_at = 0.0
-        while not self._watched.is_ending:
+        while not self._watched.is_over():
             lines, is_over = await run_in_threadpool(self._poll)
             now = time.monotonic()
             if lines:

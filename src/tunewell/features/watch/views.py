@@ -24,7 +24,7 @@ from tunewell.records.plan import PLAN
 from tunewell.records.report import HEADLINES, PAGE, Report, read_report
 from tunewell.records.rundir import CRASH, OUTCOME, RUN_CONFIG
 from tunewell.runs.follow import START, LogPosition, LogReplaced, end_of, read_new
-from tunewell.runs.state import COLUMNS, EVENTS, HIGH_FIRST, StoredRun, value_in
+from tunewell.runs.state import EVENTS, StoredRun, require_column, sorted_runs, value_in
 from tunewell.runs.status import RunStatus
 
 SAMPLES = "samples.jsonl"
@@ -96,18 +96,14 @@ def runs(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the runs of the folder, sorted and searched. Only those that are shown are read as a whole."""
     found = watched.stored_runs()
     sort, wanted = query.get("sort", "when"), query.get("search", "").casefold()
-    if sort not in COLUMNS:
-        raise WatchError("refused", f"there is no column `{sort[:40]}`", fix=", ".join(COLUMNS))
-    is_high_first = (sort in HIGH_FIRST) != (query.get("reverse") == "1")
+    require_column(sort, "sort")
     kept = [
         run
         for run in found.values()
         if (not wanted or any(wanted in str(getattr(run, name) or "").casefold() for name in _SEARCHED))
         and query.get("status", "") in ("", run.status)
     ]
-    known = [run for run in kept if (value := getattr(run, sort)) is not None and value == value]
-    known.sort(key=lambda run: getattr(run, sort), reverse=is_high_first)
-    kept = known + [run for run in kept if run not in set(known)]
+    kept = sorted_runs(kept, sort, is_reversed=query.get("reverse") == "1")
     first = number(query, "offset", 0)
     shown = kept[first : first + number(query, "limit", 200, 1000)]
     command = ["tunewell", "runs", "--sort", sort, *(["--reverse"] if query.get("reverse") == "1" else [])]
@@ -139,15 +135,9 @@ def run_state(watched: Watched, found: RunStatus) -> dict[str, Any]:
     ended = found.ended
     return row_of(watched, found) | {
         "command": shlex.join(["tunewell", "runs", name]),
-        "state": found.state,
-        "stage": found.stage,
-        "owner": str(found.owner) if found.owner else None,
-        "step_seconds": found.step_seconds,
         "seconds_left": found.seconds_left,
         "elapsed": found.seconds,
-        "memory_bytes": value_in(last, "memory_bytes"),
-        "epoch": value_in(last, "epoch"),
-        "learning_rate": value_in(last, "learning_rate"),
+        **{key: value_in(last, key) for key in ("memory_bytes", "epoch", "learning_rate")},
         "outcome": ended or None,
         "crash": _text(folder / CRASH),
         "healing_lines": ended.get("healing", []),

@@ -3,14 +3,11 @@
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from starlette.applications import Starlette
 
 from tunewell.core.features import features
 from tunewell.core.files import running_owner
@@ -32,15 +29,14 @@ class Watched:
     """The folder of a server."""
 
     root: Path
-    port: int
     is_read_only: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
-    chats: dict[str, Any] = field(default_factory=dict)
+    is_over: Callable[[], bool] = lambda: False
+    """Whether the server ends. Streams end with it, and jobs go on."""
 
     def __post_init__(self) -> None:
         self._rows: dict[Path, tuple[Any, StoredRun]] = {}
         self._indices: OrderedDict[Path, StepIndex] = OrderedDict()
-        self.is_ending = False
 
     @cached_property
     def folder(self) -> WatchedFolder:
@@ -55,12 +51,6 @@ class Watched:
         """The parts that other features add, and whether they are there."""
         wanted = {"chat": "serve", "index": "retrieval", "compare": "compare", "diagnose": "diagnose"}
         return {part: name in features() for part, name in wanted.items()}
-
-    @asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """End the streams with the server. Jobs go on."""
-        yield
-        self.is_ending = True
 
     def run(self, name: str) -> Path:
         """Return the folder of a run, also of one that begins; raise WatchError if a file in it is a link out of it."""

@@ -76,7 +76,7 @@ def open_page(folder: Path, options: WatchOptions) -> PageServer:
     what = "read your rows and start runs"
     address = listen(options.host, options.port, has_token=given is not None, what=what)
     token = given or secrets.token_urlsafe(32)
-    watched = Watched(folder.resolve(), address.port, options.is_read_only)
+    watched = Watched(folder.resolve(), options.is_read_only)
     app = build_app(watched, token=token, host=options.host, is_loopback=address.is_loopback)
     info = PageInfo(
         url=f"{address.url}/" + ("" if given else f"#token={token}"),
@@ -85,7 +85,9 @@ def open_page(folder: Path, options: WatchOptions) -> PageServer:
         is_read_only=options.is_read_only,
         notes=[] if address.is_loopback else [_UNENCRYPTED],
     )
-    return PageServer(info, make_server(app), address.listener)
+    server = make_server(app)
+    watched.is_over = lambda: server.should_exit
+    return PageServer(info, server, address.listener)
 
 
 def open_browser(info: PageInfo, folder: Path) -> bool:

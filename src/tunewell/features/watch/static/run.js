@@ -14,6 +14,7 @@ import { Link } from './router.js';
 import { Verdict } from './verdict.js';
 
 const TABS = { '': 'Training', verdict: 'Verdict', chat: 'Chat', export: 'Export' };
+const SCREENS = { verdict: Verdict, chat: Chat, export: Export };
 const MAX_LOG = 65_536;
 const NUM_SAMPLES = 4;
 const TURN_END = /(<\|[\w-]+\|>|<\/s>|<end_of_turn>)\s*$/;
@@ -114,9 +115,9 @@ function addSample(questions, row) {
 
 /** @param {{ session: any, place: import('./router.js').Place }} own */
 export function Run({ session, place }) {
-  const id = place.id ?? '';
+  const { id = '', tab = '' } = place;
   const { run, error, line, curve, samples, log, again } = useRun(id);
-  const tab = place.tab ?? '';
+  const isStarting = run?.status === 'starting';
   const was = useRef('');
   useEffect(() => {
     if (!run) return;
@@ -124,21 +125,22 @@ export function Run({ session, place }) {
     if (was.current && was.current !== run.status) announce(`The run: ${run.status_words}`);
     was.current = run.status;
   }, [run?.status, run?.verdict, run?.steps]);
+  useEffect(() => void (run && again()), [isStarting]);
   if (!run || !curve) {
     return html`<h1 tabindex="-1"><${Bdi} text=${id} /></h1>
       ${error ? html`<${Problem} error=${error} onRetry=${again} /><p><${Link} to=${{ screen: 'home' }}>All runs<//></p>` : html`<${Busy} text="Reading the run" />`}`;
   }
   const to = (own) => ({ screen: 'run', id, ...(own && { tab: own }) });
   const tabs = Object.entries(TABS).filter(([name]) => name !== 'chat' || session.features.chat);
-  const screen = { verdict: Verdict, chat: Chat, export: Export }[tab] ?? Training;
+  const screen = isStarting ? Starting : (SCREENS[tab] ?? Training);
   return html`
     <p class="eyebrow"><${Link} to=${{ screen: 'home' }}>Runs<//></p>
     <div class="title-row">
       <h1 tabindex="-1"><${Bdi} text=${id === '.' ? session.name : id} /></h1>
       <p class="states"><${StatusWord} run=${run} />${run.verdict && html`<${VerdictWord} level=${run.verdict} />`}</p>
     </div>
-    <p class="hint"><${Bdi} text=${[run.data, run.model, run.method].filter(Boolean).join(' · ')} />, <time datetime=${run.when} title=${date(run.when)}>${ago(run.when)}</time></p>
-    ${run.access_words && html`<div class="notice"><p><${Prose} text=${sentence(run.access_words)} /></p></div>`}
+    ${!isStarting && html`<p class="hint"><${Bdi} text=${[run.data, run.model, run.method].filter(Boolean).join(' · ')} />, <time datetime=${run.when} title=${date(run.when)}>${ago(run.when)}</time></p>`}
+    ${run.access_words && !isStarting && html`<div class="notice"><p><${Prose} text=${sentence(run.access_words)} /></p></div>`}
     <nav class="tabs" aria-label="Screens of this run"><ul>
       ${tabs.map(([name, text]) => html`<li><${Link} to=${to(name)} current=${tab === name}>${text}<//></li>`)}
     </ul></nav>
@@ -165,7 +167,7 @@ function Training({ session, run, curve, samples, log }) {
     ['Loss', said(last('loss') ?? run.loss, loss)],
     ['Held-out loss, best', said(best?.loss ?? run.held_out, loss)],
     ['Learning rate', said(last('learning_rate') ?? run.learning_rate, number)],
-    ['Speed', run.tokens_per_second !== null && `${number(run.tokens_per_second)} tokens/s`],
+    ['Speed', said(run.tokens_per_second, (own) => `${number(own)} tokens/s`)],
     ['Memory', said(last('memory_bytes') ?? run.memory_bytes, size)],
     ['Times over the rows', said(last('epoch') ?? run.epoch, (own) => number(own, 3))],
     ['Took', said(run.elapsed ?? run.outcome?.seconds, duration)],
@@ -173,7 +175,6 @@ function Training({ session, run, curve, samples, log }) {
   return html`
     ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage && sentence(run.stage), far, left].filter(Boolean).join(', ')} />`}
     ${run.state && html`<p class="lead"><${Prose} text=${sentence(run.state)} /></p>`}
-    ${run.status === 'starting' && html`<${Busy} text=${visible(run.job?.words || 'Starting: this takes some seconds')} />`}
     ${run.job?.status === 'failed' && run.job.error && html`<${Problem} error=${new ApiError(400, run.job.error)} />`}
     ${(run.problems ?? []).map((text) => html`<div class="notice"><p><${Prose} text=${sentence(text)} /></p></div>`)}
     ${run.verdict && html`<${Link} to=${{ screen: 'run', id: run.id, tab: 'verdict' }} class="button large see"><${VerdictWord} level=${run.verdict} /> See the verdict and the answers<//>`}
@@ -197,6 +198,11 @@ function Training({ session, run, curve, samples, log }) {
     </section>
     <${Command} command=${run.command} />`;
 }
+
+/** A run that has no record yet: what its command does. @param {{ run: any, log: any }} own */
+const Starting = ({ run, log }) =>
+  html`<${Busy} text=${visible(run.job?.words || 'Starting: this takes some seconds')} />
+    <${Log} log=${log} /><${Command} command=${run.job?.command ?? run.command} />`;
 
 /** What can be done now, each with its command. @param {{ session: any, run: any }} own */
 export function Actions({ session, run }) {
