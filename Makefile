@@ -106,7 +106,7 @@ without-features: setup ## the delete test: types, contracts, pages and collecti
 	$(BIN)/python tests/house/without_features.py
 
 watch-test: setup ## the API of the page: truth, independence, security; then its size
-	$(BIN)/pytest -m "slow or not slow" tests/features/watch
+	$(BIN)/python -m pytest -m "not browser" tests/features/watch
 	$(BIN)/python benchmarks/watch.py
 
 WEB := tests/features/watch/web
