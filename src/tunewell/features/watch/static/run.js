@@ -173,7 +173,7 @@ function Training({ session, run, curve, samples, log }) {
     ['Took', said(run.elapsed ?? run.outcome?.seconds, duration)],
   ]);
   return html`
-    ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage && sentence(run.stage), far, left].filter(Boolean).join(', ')} />`}
+    ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage?.startsWith('step') ? '' : sentence(run.stage ?? ''), far, left].filter(Boolean).join(', ')} />`}
     ${run.state && html`<p class="lead"><${Prose} text=${sentence(run.state)} /></p>`}
     ${run.job?.status === 'failed' && run.job.error && html`<${Problem} error=${new ApiError(400, run.job.error)} />`}
     ${(run.problems ?? []).map((text) => html`<div class="notice"><p><${Prose} text=${sentence(text)} /></p></div>`)}
