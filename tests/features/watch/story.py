@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from chromium import find_chromium
-from gguf_tiny import tiny as tiny_weights
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 from tiny import write_jsonl, write_tiny_model
 
@@ -57,6 +56,8 @@ def german_rows() -> bytes:
 
 def write_model(folder: Path) -> Path:
     """Write a model of 60,000 parameters that can be trained, exported and asked."""
+    from gguf_tiny import tiny as tiny_weights  # imports torch, which only the story needs
+
     write_tiny_model(folder)
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 500}
     tiny_weights("llama", **sizes, max_position_embeddings=512).save_pretrained(folder)
