@@ -38,10 +38,10 @@ COMMANDS = tuple(sorted(_MODULES.items(), key=lambda one: [*_ORDER.split(), one[
 PLUGINS = {name: plugin for name, plugin in plugin_commands().items() if name not in _MODULES}
 """The commands of features of other packages."""
 
-_FIRST = ("train", "watch", "chat", "export", "index", "ask", "compare", "doctor")
+_FIRST = ("train", "chat", "export", "index", "ask", "compare", "doctor")
 _OTHERS = {
     "your rows": "demo models init inspect prepare",
-    "runs": "plan validate runs sweep profile track",
+    "runs": "watch plan validate runs sweep profile track",
     "share": "verify push serve notebook",
     "look up": "diagnose explain glossary schema cache",
 }

@@ -60,7 +60,7 @@ class _Pending(Exception):
         self.number = number
 
 
-class _Rows:
+class _Recognition:
     """The rows of a request, and how they are read with its answers."""
 
     def __init__(self, request: dict[str, Any], progress: ProgressListener) -> None:
@@ -153,7 +153,7 @@ def _question(question: MenuQuestion, number: int, key: str | None = None) -> di
 
 def read(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return the next question, or how the rows are read."""
-    rows = _Rows(request, progress)
+    rows = _Recognition(request, progress)
     if rows.pending:
         asked = _question(rows.pending.question, rows.pending.number)
         return {"question": asked, "rows": rows.preview()}
@@ -178,7 +178,7 @@ def read(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
 
 def compare(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return the recommended model for the rows, two alternatives and the others."""
-    rows = _Rows(request, progress)
+    rows = _Recognition(request, progress)
     found = models(rows.data, sets=rows.sets, progress=progress)
     best, every = found.recommended, [own for own in (*found.models, *found.local) if own is not found.recommended]
     size = best.num_parameters if best else 0
@@ -197,7 +197,7 @@ def compare(request: dict[str, Any], progress: ProgressListener) -> dict[str, An
 
 def words(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return the commands of the run, after a check of everything that the page has set."""
-    rows, settings = _Rows(request, progress), dict(request.get("settings") or {})
+    rows, settings = _Recognition(request, progress), dict(request.get("settings") or {})
     if rows.pending:
         return {"question": _question(rows.pending.question, rows.pending.number)}
     model, method = str(request.get("model") or ""), str(request.get("method") or "lora")
@@ -222,7 +222,7 @@ def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]
     known = words(request, progress)
     if known["question"]:
         return known
-    rows, model = _Rows(request, progress), str(request["model"])
+    rows, model = _Recognition(request, progress), str(request["model"])
     progress(Progress("reading the model"))
     long: list[MenuQuestion] = []
 
@@ -288,7 +288,7 @@ def _require_known(model: str, settings: dict[str, Any]) -> None:
         raise UserError(f"the model `{model[:100]}` is not on the list of this page", fix="choose one of the list")
 
 
-def _inspected(rows: _Rows, result: InitResult, model: str, progress: ProgressListener) -> Inspection:
+def _inspected(rows: _Recognition, result: InitResult, model: str, progress: ProgressListener) -> Inspection:
     """Return the first conversations as the model sees them. Nothing is written into the folder."""
     source = {**result.source.settings, "path": rows.plain, "limit": min(rows.limit or SAMPLE_ROWS, SAMPLE_ROWS)}
     tree = {
@@ -316,7 +316,7 @@ def _dropped(dropped: dict[str, int], seen: Inspection) -> list[dict[str, Any]]:
     return found
 
 
-def _look_up(result: InitResult, rows: _Rows) -> dict[str, Any] | None:
+def _look_up(result: InitResult, rows: _Recognition) -> dict[str, Any] | None:
     task = result.task.value if result.task else ""
     if task not in _LOOK_UP:
         return None
