@@ -18,7 +18,7 @@ TRL_PINS := transformers==4.57.3 trl==0.26.1
 # Without compiled bytecode each process that a test starts compiles transformers again, which takes 2 to 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test test-all test-old faults attacks fuzz soak slurm release check lint types contracts docs counts without-features demo demo-full bench clean
+.PHONY: help setup test test-all test-old faults attacks fuzz soak slurm release check lint types contracts docs counts without-features watch-test watch-story vendor demo demo-full bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,24 @@ counts: setup ## how large the code is, how many functions a training step enter
 
 without-features: setup ## the delete test: types, contracts, pages and collection without each feature
 	$(BIN)/python tests/house/without_features.py
+
+watch-test: setup ## the API of the page: truth, independence, security; then its size
+	$(BIN)/python -m pytest -m "not browser" tests/features/watch
+	$(BIN)/python benchmarks/watch.py
+
+WEB := tests/features/watch/web
+PAGE := src/tunewell/features/watch/static
+
+$(WEB)/node_modules: $(WEB)/package-lock.json
+	npm --prefix $(WEB) ci --no-audit --no-fund && touch $@
+
+watch-story: setup $(WEB)/node_modules ## the page in Chromium: the whole story by mouse and by keyboard, axe-core; types and format. Needs Chromium and npm
+	$(WEB)/node_modules/.bin/tsc -p $(WEB)
+	cd $(WEB) && node_modules/.bin/prettier --config .prettierrc.json --check "../../../../$(PAGE)/*.{js,css}"
+	$(BIN)/python -m pytest -m "browser" tests/features/watch
+
+vendor: $(WEB)/node_modules ## build the page's vendored file (Preact, htm, signals, uPlot) with its versions, hashes and licences. Needs npm
+	cd $(WEB) && node vendor.mjs
 
 demo: setup ## from real rows to a verdict in about two minutes, with a model of 135M parameters
 	@rm -rf demo && $(BIN)/tunewell demo --out demo

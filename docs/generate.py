@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tunewell"
 _ORDER = (
     "cli library workflows config data scoring planning models methods training inference evaluation export runs "
-    "records model_files machine core"
+    "records model_files machine web core"
 )
 SPINE = _ORDER.split()
 """The packages of the spine in the order in which a row travels through them, and at the end those that all use."""

@@ -58,6 +58,7 @@ for _folder in (
     "features/serve",
     "features/sweep",
     "features/track",
+    "features/watch",
     "hardening",
     "inference",
     "machine",

@@ -216,7 +216,8 @@ def document(data: bytes) -> None:
 
 def request(data: bytes) -> None:
     """Parse the body of a chat request."""
-    from tunewell.features.serve.requests import ApiError, read_request
+    from tunewell.features.serve.requests import read_request
+    from tunewell.web.errors import ApiError
 
     with suppress(ApiError):
         read_request(data, max_messages=64, max_chars=10_000).conversation()
@@ -268,8 +269,8 @@ def _server() -> tuple[asyncio.AbstractEventLoop, Any, Any]:
     from serving import Letters
     from uvicorn.server import ServerState
 
-    from tunewell.features.serve.connections import WaitingConnections
     from tunewell.features.serve.server import AccessRules, build_app
+    from tunewell.web.connections import WaitingConnections
 
     model = Letters()
     app = build_app(model, access=AccessRules())
@@ -286,7 +287,7 @@ def _raise(_: Any, context: dict[str, Any]) -> None:
 
 
 def _connection() -> tuple[asyncio.AbstractEventLoop, Any, _Transport]:
-    from tunewell.features.serve.connections import LimitedProtocol
+    from tunewell.web.connections import LimitedProtocol
 
     loop, settings, (state, waiting) = _server()
     protocol = LimitedProtocol(waiting, config=settings, server_state=state, app_state={}, _loop=loop)

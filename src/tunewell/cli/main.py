@@ -28,8 +28,8 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count
 
 _ORDER = (
-    "models init migrate inspect prepare plan train sweep runs compare track profile validate export verify eject push "
-    "notebook chat serve index ask diagnose doctor explain glossary schema"
+    "models init migrate inspect prepare plan train watch sweep runs compare track profile validate export verify "
+    "eject push notebook chat serve index ask diagnose doctor explain glossary schema"
 )
 _SPINE = "models init inspect prepare plan train runs validate export verify chat explain glossary schema"
 _MODULES = {name: f"tunewell.cli.commands.{name}" for name in _SPINE.split()} | modules("commands")
@@ -41,7 +41,7 @@ PLUGINS = {name: plugin for name, plugin in plugin_commands().items() if name no
 _FIRST = ("train", "chat", "export", "index", "ask", "compare", "doctor")
 _OTHERS = {
     "your rows": "demo models init migrate inspect prepare",
-    "runs": "plan validate runs sweep profile track launch",
+    "runs": "watch plan validate runs sweep profile track launch",
     "share": "verify eject push serve notebook",
     "look up": "diagnose explain glossary schema cache",
 }

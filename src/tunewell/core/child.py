@@ -5,6 +5,7 @@ Child(command)       a process that gets lines of JSON on stdin and writes lines
 call(module, ...)    one request to a module that is run in a new Python process: progress, then a result or an error
 answer(act)          the other side of `call`, inside that process
 start_in_group(...)  a process in its own group, which the supervisor forwards signals to
+start_detached(...)  a process that goes on when this one ends
 """
 
 import json
@@ -95,6 +96,14 @@ def start_in_group(command: Sequence[str], *, inherited: tuple[int, ...]) -> Pro
     """
     stdin = subprocess.DEVNULL if os.isatty(0) else None
     return subprocess.Popen(command, pass_fds=inherited, process_group=0, stdin=stdin)
+
+
+def start_detached(command: Sequence[str], *, out: Path, err: Path, folder: Path) -> Process:
+    """Start a process in a session of its own, whose output goes to new files. It goes on when this process ends."""
+    with out.open("xb") as out_file, err.open("xb") as err_file:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file, cwd=folder, start_new_session=True
+        )
 
 
 class Child:

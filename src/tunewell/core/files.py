@@ -436,6 +436,15 @@ def running_owner(path: Path) -> tuple[Owner | None, bool]:
     return owner, owner is not None and _may_be_running(owner)
 
 
+def is_locked(path: Path) -> bool:
+    """Return True unless the lock is certainly free: its process may have ended, and another may have its number."""
+    try:
+        with open_file(path, "a+", encoding="utf-8", errors="replace") as file:
+            return _is_locked_by_other(file) is not False
+    except OSError:
+        return True
+
+
 def _is_locked_by_other(file: IO[str]) -> bool | None:
     """Try to lock an open file. Return False if this process now holds the lock, None if locks are not supported."""
     from filelock import lock_descriptor  # 10 ms that most commands do not need

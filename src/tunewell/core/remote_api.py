@@ -45,8 +45,10 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 class RemoteApi:
     """The address of a server and a model; `what` names the server in errors."""
 
-    def __init__(self, address: str, *, what: str, key_variable: str, silence_seconds: float = 300) -> None:
-        """Split and check the address. Nothing is sent."""
+    def __init__(
+        self, address: str, *, what: str, key_variable: str, silence_seconds: float = 300, key: str | None = None
+    ) -> None:
+        """Split and check the address. Nothing is sent. Without a `key`, that of the environment variable is sent."""
         self.url, _, self.model = address.partition("#")
         if not self.model:
             raise UserError(f"`{address}` does not name a model", fix=f"add it to the address: `{address}#MODEL`")
@@ -59,6 +61,7 @@ class RemoteApi:
                 f"the address `{self.url}` contains a password or a query",
                 fix=f"remove it; a key is read from {key_variable}",
             )
+        self._key = key
         self._what, self._key_variable, self._silence_seconds = what, key_variable, silence_seconds
         self._opener = urllib.request.build_opener(NoRedirects)
 
@@ -100,7 +103,7 @@ class RemoteApi:
     @contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Generator[Any]:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self._key_variable):
+        if key := self._key or os.environ.get(self._key_variable):
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", json.dumps(body).encode(), headers)
         try:

@@ -1,5 +1,6 @@
 """Predict a run: memory, time and disk space, from the architecture or corrected by real steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,15 +153,18 @@ def _architecture(work: Workload) -> str:
     return f"memory from the architecture: {count(work.shape.num_weights)} weights in {source}"
 
 
+def export_bytes(target: str, weights: int, types: Sequence[str], adapter_weights: int = 0) -> int:
+    """Return the size of an export of a model with so many weights, with these GGUF types."""
+    bits = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.8}
+    size = sum(weights * bits.get(kind, 16) / 8 for kind in types) if target in ("gguf", "ollama") else 0
+    return int(size) + {"merged": 2 * weights, "adapter": 4 * adapter_weights}.get(target, 0)
+
+
 def _disk(work: Workload, free_bytes: int | None) -> DiskPrediction:
     size = checkpoint_bytes(work)
     kept = work.config.checkpoints.keep + (1 if len(work.selection_lengths) else 0) + 1
-    weights, exports = work.shape.num_weights, 0
-    for target in work.config.export.to:
-        types = work.config.export.gguf if target in ("gguf", "ollama") else ()
-        bits = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.8}
-        exports += int(sum(weights * bits.get(kind, 16) / 8 for kind in types))
-        exports += {"merged": 2 * weights, "adapter": 4 * work.num_adapter_weights}.get(target, 0)
+    to, weights = work.config.export, work.shape.num_weights
+    exports = sum(export_bytes(target, weights, to.gguf, work.num_adapter_weights) for target in to.to)
     return DiskPrediction(
         checkpoint_bytes=size, checkpoints_bytes=size * kept, export_bytes=exports, free_bytes=free_bytes
     )

@@ -1,6 +1,7 @@
 """Compare models for some rows on a machine: what a first run of each needs, and which one is recommended."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -92,8 +93,16 @@ class ModelNeeds:
         }
 
 
-def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: Machine, *, quantize: str) -> Outlook:
-    """Predict the run that `init` would configure for these rows and a model of this shape.
+def forecast_model(
+    name: str,
+    shape: ModelShape,
+    rows: RowStatistics,
+    machine: Machine,
+    *,
+    quantize: str,
+    values: Mapping[str, Any] | None = None,
+) -> Outlook:
+    """Predict the run that `init` would configure for these rows and a model of this shape, with some keys set.
 
     The micro-batch is the largest that fits. Raises UserError if the run cannot be planned on this machine.
     """
@@ -106,7 +115,7 @@ def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: M
         task="documents" if rows.is_plain_text else "text",
         because="",
     )
-    config = Config.model_validate({"model": name, "method": {"quantize": quantize}})
+    config = with_changes(Config.model_validate({"model": name, "method": {"quantize": quantize}}), values or {})
     chosen = recommend_settings(facts, shape.num_weights, config)
     config = with_changes(config, {key: own.value for key, own in chosen.items()})
     lengths = np.resize(lengths, max(1, rows.num_rows))
@@ -168,15 +177,16 @@ def compare_model(
     model: CatalogueModel | None = None,
     where: str = "",
     free_disk: int | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> ModelNeeds:
     """Return what a first run of a model needs. On an NVIDIA GPU, 4 bits are tried if 16 bits do not fit."""
     download = 0 if where else 2 * shape.num_weights
     needs = ModelNeeds(name, shape.num_weights, download, None, model, where)
     try:
-        outlook = forecast_model(name, shape, rows, machine, quantize="none")
+        outlook = forecast_model(name, shape, rows, machine, quantize="none", values=values)
         method = "lora"
         if not outlook.prediction.fits and outlook.work.device.kind == "cuda":
-            small = forecast_model(name, shape, rows, machine, quantize="nf4")
+            small = forecast_model(name, shape, rows, machine, quantize="nf4", values=values)
             outlook, method = (small, "qlora") if small.prediction.fits else (outlook, method)
     except UserError as error:
         return replace(needs, problem=error.what)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import orjson
+
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, open_handle, parse_json, read_bytes, sync_folder, write_all, write_atomic
 from tunewell.core.redact import redact
@@ -214,9 +216,12 @@ def _finite(value: object) -> Any:
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """Return a JSON object, or None for a damaged one or another value."""
     try:
-        event = parse_json(line)
+        event = orjson.loads(line)  # eight times as fast, but it knows no `NaN` and no lone surrogates
     except ValueError:
-        return None
+        try:
+            event = parse_json(line)
+        except ValueError:
+            return None
     return cast(dict[str, Any], event) if isinstance(event, dict) else None
 
 

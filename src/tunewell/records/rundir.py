@@ -33,6 +33,8 @@ LOCK = ".lock"
 """The lock of a run folder. Its text names the process that works in it."""
 PULSE = ".pulse"
 """The file with the current activity of a running process, written about once a second."""
+STOP = ".stop"
+"""The process that was asked to stop with `tunewell runs --stop`."""
 RUN_CONFIG = "config.yaml"
 """The file with the settings of the last start of a run."""
 DOCUMENTS = "documents.tsv"
@@ -41,7 +43,7 @@ _FIRST_FILES = (PLAN, BASE, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.json
 """Files that a run writes before its first step."""
 CRASH = "crash.log"
 """The traceback of the exception that ended a run; a later success removes it."""
-_NOT_OURS = frozenset({LOCK, PULSE, ".DS_Store"})
+_NOT_OURS = frozenset({LOCK, PULSE, STOP, ".DS_Store"})
 _LEFTOVER = re.compile(r"\.probe\.\d+|\..+\.\d+\.tmp")
 """Files of `_check_writable` and `write_atomic` that a killed process leaves behind."""
 

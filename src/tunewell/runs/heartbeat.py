@@ -75,7 +75,8 @@ class Pulse:
         self._written_at = time.monotonic()
         if self._path is None:
             return
-        text = json.dumps(redact({"time": round(time.time(), 3), "pid": os.getpid(), **self._activity}))
+        own = {"pid": os.getpid(), "supervisor": os.getppid() if self._fds else None}
+        text = json.dumps(redact({"time": round(time.time(), 3), **own, **self._activity}))
         with contextlib.suppress(OSError), open_file(self._path, "w") as file:  # a full disk; the run itself reports it
             file.write(text + "\n")
 

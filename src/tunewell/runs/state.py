@@ -21,8 +21,9 @@ from tunewell.records.report import REPORT
 from tunewell.records.rundir import CRASH, LOCK, OUTCOME, PULSE, RUN_CONFIG
 
 EVENTS = "events.jsonl"
-_TAIL_BYTES, _ALL_BYTES = 8192, 1 << 22
-"""Enough for the last steps of a run, and for the end of a report, where its verdict is."""
+_TAIL_BYTES, _MORE_BYTES, _ALL_BYTES = 8192, 1 << 16, 1 << 22
+"""Enough for the end of a report, where its verdict is; for the last steps of a run; and for its evaluations."""
+_HELD_OUT = b'\n{"kind": "held_out"'
 _VERDICT = re.compile(rb'\n  "verdict": "([A-Z]+)"')
 _MAX_DEPTH = 4
 _SKIPPED = frozenset({"checkpoints", "node_modules", "__pycache__", "export", "site-packages"})
@@ -65,8 +66,8 @@ class StoredRun:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """The last events, with which an outcome agrees; of a run without one, as good as all of them."""
-        lines = _read_end(self.folder / EVENTS, _TAIL_BYTES if self.ended else _ALL_BYTES).split(b"\n")
+        """The last events, with which an outcome agrees."""
+        lines = _read_end(self.folder / EVENTS, _TAIL_BYTES if self.ended else _MORE_BYTES).split(b"\n")
         return [event for line in lines if (event := parse_object(line)) is not None]  # the first line may be cut
 
     @cached_property
@@ -120,7 +121,10 @@ class StoredRun:
         """The lowest held-out loss."""
         if self.ended:
             return value_in(self.ended, "held_out", "best")
-        losses = [value_in(event, "loss") for event in self.events if event.get("kind") == "held_out"]
+        # Only these lines are parsed: those of steps are many.
+        parts = (b"\n" + _read_end(self.folder / EVENTS, _ALL_BYTES)).split(_HELD_OUT)[1:]
+        lines = [_HELD_OUT[1:] + part.partition(b"\n")[0] for part in parts]
+        losses = [value_in(parse_object(line), "loss") for line in lines]
         return min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=None)
 
     @property
@@ -205,9 +209,14 @@ def list_runs(
         wanted.append((name, value.casefold()))
     runs = [StoredRun(run) for run in find_runs(folder)]
     runs = [run for run in runs if all(value in str(getattr(run, name) or "").casefold() for name, value in wanted)]
+    return sorted_runs(runs, sort, is_reversed=is_reversed)
+
+
+def sorted_runs(runs: Sequence[StoredRun], sort: str, *, is_reversed: bool) -> list[StoredRun]:
+    """Return runs sorted by a column. Those without a value come last."""
     known = [run for run in runs if (value := getattr(run, sort)) is not None and value == value]  # NaN is unknown
     known.sort(key=lambda run: getattr(run, sort), reverse=(sort in _HIGH_FIRST) != is_reversed)
-    return known + sorted((run for run in runs if run not in known), key=lambda run: run.run)
+    return known + sorted(set(runs).difference(known), key=lambda run: run.run)
 
 
 def require_column(name: str, option: str) -> None:

@@ -2,19 +2,23 @@
 
 import os
 import re
+import shlex
 import signal
 import socket
 import time
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import is_locked, stable_json, write_atomic
 from tunewell.core.units import count, duration
 from tunewell.records.plan import PLAN
+from tunewell.records.rundir import LOCK, STOP
 from tunewell.runs.hang_monitor import process_cpu_seconds
-from tunewell.runs.state import EVENTS, StoredRun, modified_at, value_in
+from tunewell.runs.state import EVENTS, StoredRun, modified_at, read_object, value_in
 
 _SAMPLE_SECONDS = 0.5
 _STACK_POLLS = 30
@@ -31,10 +35,11 @@ _MORE_COLUMNS = (
 class RunStatus(StoredRun):
     """The state of a run and of its process. Unknown values are None."""
 
-    def __init__(self, folder: Path, *, with_stacks: bool = False) -> None:
+    def __init__(self, folder: Path, *, with_stacks: bool = False, is_quick: bool = False) -> None:
         """Read a run. For a running one, this takes half a second, because its CPU time is measured.
 
-        `with_stacks` makes the process dump the stack of each thread; raises UserError if it cannot.
+        `is_quick` leaves that out. `with_stacks` makes the process dump the stack of each thread; raises UserError if
+        it cannot.
         """
         super().__init__(folder)
         is_here = self.is_running and self.owner and self.owner.host == socket.gethostname()
@@ -48,7 +53,7 @@ class RunStatus(StoredRun):
         steps = [seconds for step in self.step_events[-_RECENT_STEPS:] if (seconds := value_in(step, "seconds"))]
         self.step_seconds = median(steps) if steps else None
         """Median time of the last steps."""
-        self.cpu_seconds, self.cpu_share = _cpu(self.pid) if self.pid else (None, None)
+        self.cpu_seconds, self.cpu_share = _cpu(self.pid) if self.pid and not is_quick else (None, None)
         """CPU time of its process since it started, and current CPU time per second: 2.0 means two busy cores."""
         logged_at = modified_at(folder / EVENTS)
         self.since_event = max(0.0, time.time() - logged_at) if logged_at else None
@@ -78,6 +83,18 @@ class RunStatus(StoredRun):
         return "running" if since is not None else "starting"
 
     @property
+    def seconds_left(self) -> float | None:
+        """An estimate of the time left, from the median step and the last evaluation; None if the run has ended."""
+        steps, planned = self.steps, self.planned_steps
+        if not self.is_running or steps is None or planned is None or self.step_seconds is None:
+            return None
+        every = max(1, value_in(self.plan, "evaluate_every", "value", kind=int) or planned)
+        looks = [event for event in self.events if event.get("kind") == "held_out"]
+        look = value_in(looks[-1], "seconds") or 0.0 if looks else 0.0
+        left = (planned - steps) * self.step_seconds + (-(-planned // every) - steps // every) * look
+        return max(0.0, left - min(self.since_event or 0.0, self.step_seconds))
+
+    @property
     def stage(self) -> str | None:
         """The activity of a running run: a stage like `loading the model`, or its step and forward passes."""
         stage = value_in(self.activity, "stage", kind=str)
@@ -102,10 +119,10 @@ class RunStatus(StoredRun):
         return {**super().as_json(), "owner": owner, **{name: getattr(self, name) for name in _MORE_COLUMNS}}
 
 
-def find_status(folder: Path, *, with_stacks: bool = False) -> RunStatus | None:
+def find_status(folder: Path, *, with_stacks: bool = False, is_quick: bool = False) -> RunStatus | None:
     """Return the status of a run, or None if the path is a folder without a run of its own."""
     if (folder / PLAN).exists() or (folder / EVENTS).exists():
-        return RunStatus(folder, with_stacks=with_stacks)
+        return RunStatus(folder, with_stacks=with_stacks, is_quick=is_quick)
     if with_stacks:
         raise UserError(f"`{folder}` is not a run", fix="name a run folder; `tunewell runs` lists runs")
     return None
@@ -130,6 +147,34 @@ def _is_runnable(pid: int) -> bool:
         except (OSError, IndexError):
             continue
     return False
+
+
+def stop_run(folder: Path) -> str:
+    """Ask a run to stop, as Ctrl-C does: it finishes its step, saves a checkpoint and ends. Return what was done.
+
+    Raises UserError if it is not running, or runs elsewhere. A second request is not sent: it would end the run at
+    once, without a checkpoint.
+    """
+    run, asked = StoredRun(folder), folder / STOP
+    owner, name = run.owner, shlex.quote(str(folder))
+    if owner is None or not run.is_running or (owner.host == socket.gethostname() and not is_locked(folder / LOCK)):
+        what = f"the run `{folder}` is not running"
+        raise UserError(what, where=run.note, fix=f"`tunewell runs {name}` shows its state")
+    if owner.host != socket.gethostname():
+        fix = f"run `tunewell runs {name} --stop` on that machine"
+        raise UserError(f"the run `{folder}` runs on `{owner.host}`, and can be stopped only there", fix=fix)
+    ending = f"process {owner.pid} finishes its step, saves a checkpoint and ends"
+    if read_object(asked) == asdict(owner):
+        return f"the run was asked to stop before: {ending}"
+    supervisor = value_in(run.activity, "supervisor", kind=int)
+    is_of_owner = value_in(run.activity, "pid", kind=int) == owner.pid
+    try:
+        # Without its supervisor, a run that has not reached its first step would be started again.
+        os.kill(supervisor if supervisor and is_of_owner else owner.pid, signal.SIGTERM)
+    except PermissionError as error:
+        raise UserError(f"the run `{folder}` belongs to another user, who can stop it", where=str(owner)) from error
+    write_atomic(asked, stable_json(asdict(owner)))
+    return f"the run was asked to stop: {ending}"
 
 
 def dump_stacks(pid: int) -> str:

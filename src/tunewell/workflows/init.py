@@ -48,6 +48,7 @@ def init(
     out: Path | None = None,
     sets: Sequence[str] = (),
     is_overwriting: bool = False,
+    is_draft: bool = False,
     ask: Asker | None = None,
     progress: ProgressListener = silent,
 ) -> InitResult:
@@ -55,10 +56,10 @@ def init(
 
     `method` is a name in `planning.first_config.RECIPES` or `METHODS`. `sets` are `KEY=VALUE` of the config; keys of
     the rows are `data.sources[0].columns` and so on. `ask` is called for what cannot be told from the files. Without
-    it, such points stay open in the config.
+    it, such points stay open in the config. With `is_draft`, nothing is written.
     """
     recipe, path = find_recipe(method), out or Path(FILE_NAME)
-    if path.exists() and not is_overwriting:
+    if path.exists() and not (is_overwriting or is_draft):
         raise UserError(f"`{path}` already exists", fix="use `--force` to replace it, or `--out` for another name")
     plain, limit = split_limit(data)
     wanted = load_config({"data": {"sources": [{"path": plain}]}}, sets, model=model)
@@ -103,8 +104,9 @@ def init(
     text = config_text(result, f"{plain}#{limit}" if limit else data, model)
     for key, value in _other_sets(sets):
         text = set_key(text, key, value, comment="as you said")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)
+    if not is_draft:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
     return replace(result, text=text)
 
 

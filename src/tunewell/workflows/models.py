@@ -1,6 +1,6 @@
 """`tunewell models`: compare models for your rows on this machine, and recommend one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ def models(
     *,
     names: tuple[str, ...] = (),
     sets: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
     language: str | None = None,
     system: System | None = None,
     is_online: bool | None = None,
@@ -87,7 +88,8 @@ def models(
     """Compare the models of the catalogue and of this disk, or only `names`, for some rows.
 
     `data` is a file, folder or glob of rows. Without it, the rows of the config in this folder are used, or some
-    are assumed, in `language` if it is set. `sets` are `KEY=VALUE` of a config for `data`, as for `init`.
+    are assumed, in `language` if it is set. `sets` are `KEY=VALUE` of a config for `data`, as for `init`; `values` are
+    other keys of the config of the first run.
     `is_online` says whether the hub can be reached; None: it is tried. Raises UserError if there are no rows or a
     named model does not exist.
     """
@@ -106,10 +108,12 @@ def models(
         copy = local.pop(model.name, None)
         where = copy.where if copy and not copy.problem else ""
         shape = shape_of_entry(model)
-        needs = compare_model(model.name, shape, rows, machine, model=model, where=where, free_disk=free_disk)
+        needs = compare_model(
+            model.name, shape, rows, machine, model=model, where=where, free_disk=free_disk, values=values
+        )
         compared.append(replace(needs, level=packing_of(model.config, longest=rows.longest).words))
     compared += [
-        _compare_files(name, rows, machine, where=name)
+        _compare_files(name, rows, machine, where=name, values=values)
         for name, model in zip(names, entries, strict=False)
         if model is None
     ]
@@ -191,6 +195,9 @@ def _compare_local(model: LocalModel, rows: RowStatistics, machine: Machine) -> 
     return ModelNeeds(model.name, 0, 0, None, where=model.where, problem=problem)
 
 
-def _compare_files(name: str, rows: RowStatistics, machine: Machine, *, where: str) -> ModelNeeds:
+def _compare_files(
+    name: str, rows: RowStatistics, machine: Machine, *, where: str, values: Mapping[str, Any] | None = None
+) -> ModelNeeds:
     level = read_packing(name, longest=rows.longest).words
-    return replace(compare_model(name, read_shape(name, vocab_size=0), rows, machine, where=where), level=level)
+    needs = compare_model(name, read_shape(name, vocab_size=0), rows, machine, where=where, values=values)
+    return replace(needs, level=level)

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 from openai import OpenAI
 
 from tunewell.core.errors import UserError
-from tunewell.features.serve.access import listen, make_server
 from tunewell.features.serve.queue import Prompt, ServedModel
 from tunewell.features.serve.server import AccessRules, build_app
 from tunewell.inference.decoder import Decoding
+from tunewell.web.access import listen, make_server
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -28,7 +28,7 @@ def served(speaker: ServedModel, access: AccessRules | None = None) -> Iterator[
     thread = threading.Thread(target=server.run, kwargs={"sockets": [address.listener]})
     thread.start()
     try:
-        yield address.url
+        yield f"{address.url}/v1"
     finally:
         server.should_exit = True
         thread.join(timeout=20)

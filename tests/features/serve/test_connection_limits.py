@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 from serving import NAME, Letters, chat, send, served
 
-from tunewell.features.serve import connections, server
+from tunewell.features.serve import server
+from tunewell.web import connections
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

@@ -8,8 +8,8 @@ import pytest
 from serving import Letters, chat, client_of, send, served
 
 from tunewell.core.errors import UserError
-from tunewell.features.serve.access import check_origin
 from tunewell.features.serve.server import AccessRules
+from tunewell.web.access import check_origin
 
 TOKEN = "a-token-that-nobody-guesses"
 PAGE = "http://localhost:3000"

@@ -1,11 +1,14 @@
 """Where a server may listen, and what a token must be."""
 
 import socket
+import threading
 
 import pytest
+from serving import Letters, chat, send
 
 from tunewell.core.errors import UserError
-from tunewell.features.serve.access import listen, read_token
+from tunewell.features.serve.server import AccessRules, build_app
+from tunewell.web.access import listen, make_server, read_token
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8"])
@@ -13,7 +16,7 @@ def test_this_machine_needs_no_token(host):
     address = listen(host, 0, has_token=False)
     with address.listener:
         assert address.is_loopback and address.port > 0
-        assert address.url == f"http://{address.host}:{address.port}/v1"
+        assert address.url == f"http://{address.host}:{address.port}"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "::ffff:0.0.0.0", "10.1.2.3", "8.8.8.8"])
@@ -29,7 +32,7 @@ def test_with_a_token_every_address_is_taken():
     with address.listener:
         assert not address.is_loopback
         assert address.listener.getsockname()[0] == "0.0.0.0"
-        assert address.url == f"http://127.0.0.1:{address.port}/v1"
+        assert address.url == f"http://127.0.0.1:{address.port}"
 
 
 def test_a_name_is_judged_by_its_address(monkeypatch):
@@ -75,3 +78,17 @@ def test_a_token_that_is_none_is_refused_and_not_shown(tmp_path, monkeypatch, te
 def test_a_token_file_that_is_not_there_is_said(tmp_path):
     with pytest.raises(UserError, match="cannot read the token"):
         read_token(tmp_path / "nothing")
+
+
+def test_an_idle_server_ends_by_itself():
+    """Guards against a model that stays in memory after the program that asked it is gone."""
+    model = Letters()
+    model.may_write.release(100)
+    app = build_app(model, access=AccessRules())
+    address = listen("127.0.0.1", 0, has_token=False)
+    server = make_server(app, is_over=lambda: app.state.idle_seconds() > 2)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [address.listener]})
+    thread.start()
+    assert send(f"{address.url}/v1", chat(max_tokens=3))[0] == 200
+    thread.join(timeout=20)
+    assert not thread.is_alive()

@@ -59,7 +59,7 @@ def serving(folder: Path, *arguments: str, **variables: str) -> Iterator[PipedCo
 )
 def test_it_says_where_it_is_answers_and_ends_when_asked(folder, number, code, token, monkeypatch):
     """A signal in the middle of an answer, too: it is not waited for without end."""
-    monkeypatch.setattr("tunewell.features.serve.access._SHUTDOWN_SECONDS", 1)
+    monkeypatch.setattr("tunewell.web.access._SHUTDOWN_SECONDS", 1)
     with serving(folder, "--json", "--name", "ours", **({"TUNEWELL_TOKEN": token} if token else {})) as process:
         line = process.stdout.readline()
         ready = json.loads(line)

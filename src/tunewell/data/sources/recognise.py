@@ -171,7 +171,7 @@ def _first_rows(
                 "assistant",
                 f"whose messages shall the model learn to write? Senders: {named}",
                 likeliest=senders[0],
-                flag=_set_flag("assistant", senders[0]),
+                flag=set_flag("assistant", senders[0]),
             )
         return _first_rows(files, found, limit, ask)
 
@@ -215,20 +215,20 @@ def _find_columns(rows: list[dict[str, Any]], name: str, found: Recognised, ask:
         return
     names = ", ".join(map(str, plain[0]))
     question = f"which column is the question, which the answer? Your columns: {names}"
-    found.leave_open("columns", question, likeliest=guess.columns, flag=_columns_flag(guess.columns))
+    found.leave_open("columns", question, likeliest=guess.columns, flag=columns_flag(guess.columns))
 
 
-def _set_flag(key: str, value: Any) -> str:
+def set_flag(key: str, value: Any) -> str:
     """Return `--set` for a key of the source, as a shell reads it. A name like `123` or `[x]` is quoted as text."""
     is_plain = isinstance(value, str) and parse_scalar(value) == value and not value.startswith(("[", "{", '"', "'"))
     text = value if is_plain else json.dumps(value, ensure_ascii=False)
     return f"--set {shlex.quote(f'data.sources[0].{key}={text}')}"
 
 
-def _columns_flag(columns: Mapping[str, str]) -> str:
+def columns_flag(columns: Mapping[str, str]) -> str:
     """Return `--columns` for these names; `--set` for names that contain a comma, which separates names."""
     if any("," in name for name in columns.values()):
-        return _set_flag("columns", dict(columns))
+        return set_flag("columns", dict(columns))
     text = ",".join(f"{ours}={theirs}" for ours, theirs in columns.items())
     return f"--columns {shlex.quote(text)}" if re.search(r'["$`\\!]', text) else f'--columns "{text}"'
 

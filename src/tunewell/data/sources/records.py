@@ -181,7 +181,10 @@ def likely_separators(file: SourceFile, encoding: str) -> list[str]:
     texts = [text_of(line) for line in islice(lines, _HEAD_LINES) if isinstance(line, bytes) and line.strip()]
     found: dict[str, tuple[float, int]] = {}
     for mark in _DELIMITERS:
-        rows = list(csv.reader(texts, delimiter=mark))
+        try:
+            rows = list(csv.reader(texts, delimiter=mark))
+        except csv.Error:  # a binary file
+            continue
         if rows and (width := len(rows[0])) > 1:
             found[mark] = sum(len(row) == width for row in rows) / len(rows), width
     best = max((share for share, _ in found.values()), default=0.0)

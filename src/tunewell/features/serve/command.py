@@ -29,6 +29,9 @@ def command(
     allow_origin: Annotated[
         list[str] | None, Option("Web origin that may send requests. Can be repeated.", "ORIGIN")
     ] = None,
+    idle_minutes: Annotated[
+        float | None, Option("End after this time without a request.", "MINUTES", min=0.01, is_rare=True)
+    ] = None,
     name: Annotated[str | None, Option("Name of the model in the API. Default: its folder.", "NAME")] = None,
     index: IndexOption = None,
     checkpoint: Checkpoint = "best",
@@ -50,7 +53,7 @@ def command(
 
         server = open_server(
             ref,
-            options=ListenOptions(host, port, token_file, allow_origin or ()),
+            options=ListenOptions(host, port, token_file, allow_origin or (), idle_minutes),
             device=device,
             name=name,
             index=index,

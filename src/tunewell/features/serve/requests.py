@@ -7,31 +7,14 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
-from starlette.responses import JSONResponse
 
 from tunewell.core.text import shorten
 from tunewell.core.units import count
 from tunewell.inference.decoder import Decoding
+from tunewell.web.errors import ApiError
 
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 _MAX_SHOWN_CHARS = 200
 """Maximum length of a client's text in an error message."""
-
-
-class ApiError(Exception):
-    """An error in OpenAI's format: message, type, parameter and code."""
-
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-    def response(self) -> JSONResponse:
-        """Return the HTTP response."""
-        return JSONResponse(self.body, self.status, _HEADERS.get(self.status))
-
-
 DEFAULT_NEW_TOKENS = 1024
 """Default limit on generated tokens: enough for an answer, but bounded if the model never stops."""
 _MAX_STOPS = 4

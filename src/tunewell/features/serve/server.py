@@ -23,10 +23,11 @@ from starlette.types import Receive, Scope, Send
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
-from tunewell.features.serve.access import BrowserGuard, TokenGuard
-from tunewell.features.serve.connections import max_files
 from tunewell.features.serve.queue import Finish, QueuedAnswer, ServedModel
-from tunewell.features.serve.requests import ApiError, ChatRequest, read_request, shortened
+from tunewell.features.serve.requests import ChatRequest, read_request, shortened
+from tunewell.web.access import BrowserGuard, TokenGuard
+from tunewell.web.connections import max_files
+from tunewell.web.errors import ApiError
 
 MAX_BODY_BYTES = 4 << 20
 """Maximum size of a request: about a million tokens of text, more than usual context lengths."""
@@ -102,6 +103,7 @@ def build_app(model: ServedModel, *, access: AccessRules) -> Starlette:
     }
     app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=server.lifespan)
     app.router.redirect_slashes = False
+    app.state.idle_seconds = server.idle_seconds
     return app
 
 
@@ -114,6 +116,7 @@ class _Handlers:
         self._generation_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._generations: WeakSet[QueuedAnswer] = WeakSet()
         self._requests: Counter[str] = Counter()
+        self._used_at = time.monotonic()
         # A chat template adds at least two tokens to a message.
         self._max_messages = min(MAX_MESSAGES, model.context_length // 2)
 
@@ -124,6 +127,12 @@ class _Handlers:
             # Leaving the `with` block waits for the threads, so running generations are cancelled first.
             for generation in list(self._generations):
                 generation.cancel()
+
+    def idle_seconds(self) -> float:
+        """Return how long no request was answered."""
+        if self._requests:
+            self._used_at = time.monotonic()
+        return time.monotonic() - self._used_at
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})

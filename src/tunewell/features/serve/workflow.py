@@ -1,5 +1,6 @@
 """`tunewell serve`: load a model and serve it with an OpenAI-compatible chat API."""
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,6 +30,8 @@ class ListenOptions:
     """File with the access token. The default is `TUNEWELL_TOKEN`, if it is set."""
     origins: Sequence[str] = ()
     """Web origins that may send requests."""
+    idle_minutes: float | None = None
+    """The server ends after this time without a request; None: never."""
 
 
 LOOPBACK = ListenOptions()
@@ -86,10 +89,10 @@ def open_server(
     """Open a port and load the model. Raise UserError before that for a public address without a token."""
     for module in ("starlette", "uvicorn"):
         import_optional(module, extra="serve", purpose="serving a model")
-    from tunewell.features.serve.access import check_origin, listen, make_server, read_token
-    from tunewell.features.serve.connections import raise_max_files
     from tunewell.features.serve.queue import ServedModel
     from tunewell.features.serve.server import AccessRules, build_app
+    from tunewell.web.access import check_origin, listen, make_server, read_token
+    from tunewell.web.connections import raise_max_files
 
     raise_max_files()
     token = read_token(options.token_file)
@@ -103,7 +106,7 @@ def open_server(
         served = ServedModel(model, name or api_name(subject), add_passages=add_passages)
         undo.pop_all()
     info = ServerInfo(
-        url=address.url,
+        url=f"{address.url}/v1",
         model=served.name,
         subject=subject.name,
         because=subject.because,
@@ -121,7 +124,9 @@ def open_server(
         ],
     )
     app = build_app(served, access=AccessRules(options.host, token, origins))
-    return Server(info, make_server(app), address.listener)
+    limit = math.inf if options.idle_minutes is None else 60 * options.idle_minutes
+    server = make_server(app, is_over=lambda: app.state.idle_seconds() > limit)
+    return Server(info, server, address.listener)
 
 
 def api_name(subject: ModelRef) -> str:

@@ -1,4 +1,4 @@
-"""Access control of the OpenAI server: listening address, API token and allowed web origins."""
+"""Access control of a local web server: listening address, token and allowed web origins."""
 
 import asyncio
 import hmac
@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text
-from tunewell.features.serve.connections import BACKLOG, LimitedProtocol, WaitingConnections
-from tunewell.features.serve.requests import ApiError
+from tunewell.web.connections import BACKLOG, LimitedProtocol, WaitingConnections
+from tunewell.web.errors import ApiError
 
 TOKEN_VARIABLE = "TUNEWELL_TOKEN"
 _MIN_TOKEN_CHARS = 16
@@ -40,10 +40,14 @@ class BrowserGuard:
     the host name of the URL in `Host`.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, origins: Iterable[str], checks_host: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, host: str, checks_host: bool, origins: Iterable[str] = (), has_pages: bool = False
+    ) -> None:
+        """Accept requests from these origins, and with `has_pages` from pages of this server."""
         self._app = app
         self._hosts = {*_LOOPBACK_NAMES, host.lower()} if checks_host else None
         self._origins = frozenset(origins)
+        self._has_pages = has_pages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request to the app, or reject it."""
@@ -56,23 +60,25 @@ class BrowserGuard:
         origin = headers.get("origin")
         # Some requests from pages, such as those for images, have this header instead of `Origin`.
         is_from_page = origin is not None or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
-        if is_from_page and origin not in self._origins:
-            message = "requests from this web page are not allowed; allow its origin with `--allow-origin`"
-            return ApiError(403, message, code="origin_not_allowed")
+        is_own = self._has_pages and origin in (f"http://{headers.get('host')}", f"https://{headers.get('host')}")
+        if is_from_page and not is_own and origin not in self._origins:
+            fix = "" if self._has_pages else "; allow its origin with `--allow-origin`"
+            return ApiError(403, f"requests from this web page are not allowed{fix}", code="origin_not_allowed")
         return None
 
 
 class TokenGuard:
-    """Middleware that requires the token in every request; tokens are compared in constant time."""
+    """Middleware that requires the token below a path; tokens are compared in constant time."""
 
-    def __init__(self, app: ASGIApp, *, token: str) -> None:
+    def __init__(self, app: ASGIApp, *, token: str, path: str = "/") -> None:
         self._app = app
         self._expected = f"bearer {token}".encode()
+        self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request to the app, or reject it."""
         app = self._app
-        if scope["type"] == "http":
+        if scope["type"] == "http" and scope["path"].startswith(self._path):
             scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
             if not hmac.compare_digest(f"{scheme.lower()} {token.strip()}".encode(), self._expected):
                 app = ApiError(401, "the token is missing or wrong", code="invalid_api_key").response()
@@ -109,10 +115,10 @@ class ListeningAddress:
 
     @property
     def url(self) -> str:
-        """The base URL for clients on this machine."""
+        """The URL for clients on this machine, without a path."""
         address = ipaddress.ip_address(self.host)
         shown = "127.0.0.1" if address.is_unspecified else self.host
-        return f"http://[{shown}]:{self.port}/v1" if ":" in shown else f"http://{shown}:{self.port}/v1"
+        return f"http://[{shown}]:{self.port}" if ":" in shown else f"http://{shown}:{self.port}"
 
 
 def read_token(file: Path | None) -> str | None:
@@ -135,13 +141,16 @@ def read_token(file: Path | None) -> str | None:
     return token
 
 
-def listen(host: str, port: int, *, has_token: bool) -> ListeningAddress:
-    """Listen on a port, or on a free port if it is 0; raise UserError for a public address without a token."""
+def listen(host: str, port: int, *, has_token: bool, what: str = "use this model") -> ListeningAddress:
+    """Listen on a port, or on a free port if it is 0; raise UserError for a public address without a token.
+
+    `what` is what anyone could do without a token.
+    """
     family, address = _resolve(host, port)
     # The checked address is also the bound address: a second lookup of the name could return a different one.
     if not (has_token or ipaddress.ip_address(address[0]).is_loopback):
         raise UserError(
-            f"without a token, anyone on the network could use this model through `{host}`",
+            f"without a token, anyone on the network could {what} through `{host}`",
             fix=f"leave out `--host`, or create a token ({_MAKE_TOKEN}) and add `--token-file token.txt`",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -159,8 +168,17 @@ def listen(host: str, port: int, *, has_token: bool) -> ListeningAddress:
     return ListeningAddress(listener, address[0], listener.getsockname()[1])
 
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Return a uvicorn server for the app, which the caller runs on an open socket."""
+class _EndingServer(uvicorn.Server):
+    """A server that asks several times a second whether it shall end."""
+
+    is_over: Callable[[], bool]
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.is_over()
+
+
+def make_server(app: ASGIApp, *, is_over: Callable[[], bool] = lambda: False) -> uvicorn.Server:
+    """Return a uvicorn server for the app, which the caller runs on an open socket. It ends when `is_over`."""
     config = uvicorn.Config(
         app,
         # Use the tested implementations, whatever else is installed.
@@ -178,7 +196,9 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         log_level="error",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
-    return uvicorn.Server(config)
+    server = _EndingServer(config)
+    server.is_over = is_over
+    return server
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:

@@ -15,7 +15,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunewell.core.units import count
-from tunewell.features.serve.requests import ApiError
+from tunewell.web.errors import ApiError
 
 SECONDS = {"head": 10, "body": 30, "rest": 2}
 """Time for each part of a request. Clients need milliseconds for a head; 30 s for the largest body are 140 kB/s.
