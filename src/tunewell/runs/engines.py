@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tunewell.config.extensions import ENGINES, NATIVE
 from tunewell.config.load import LoadedConfig
+from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.launcher import is_launched
 from tunewell.core.units import count
@@ -24,8 +25,8 @@ from tunewell.model_files.weights import fingerprint_weights
 from tunewell.records.checkpoint import saved_steps
 from tunewell.records.events import EventLog, read_losses
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
-from tunewell.records.plan import PLAN, Chosen, EngineRecord, Plan, read_plan
-from tunewell.runs.config import RunOptions
+from tunewell.records.plan import Chosen, EngineRecord, Plan, read_plan
+from tunewell.runs.config import RunOptions, has_begun
 from tunewell.runs.result import MetricsRecorder
 from tunewell.training.build import identity_of
 from tunewell.training.checkpoints import Checkpoints, State, compare_identity
@@ -65,8 +66,15 @@ def find_engine(loaded: LoadedConfig, options: RunOptions) -> tuple[TrainingEngi
     A run is resumed with the engine that began it.
     """
     name = loaded.config.engine
-    if options.is_resuming and (loaded.path(loaded.config.run) / PLAN).is_file():
-        _require_same_engine(loaded.path(loaded.config.run), name)
+    if options.is_resuming and has_begun(loaded):
+        folder = loaded.path(loaded.config.run)
+        before = read_plan(folder).engine
+        if (began := before.name if before else NATIVE) != name:
+            raise UserError(
+                f"the run was begun with `engine: {began}`, and the config has `engine: {name}`",
+                where=str(folder),
+                fix=f"resume it with `--engine {began}`, or start a new run with `--out`",
+            )
     if name == NATIVE:
         return None
     if is_launched():
@@ -75,16 +83,6 @@ def find_engine(loaded: LoadedConfig, options: RunOptions) -> tuple[TrainingEngi
         raise UserError(f"faults cannot be injected with `engine: {name}`", fix="remove TUNEWELL_FAULTS")
     engine: TrainingEngine = ENGINES.load(name)()
     return engine, engine.require(loaded)
-
-
-def _require_same_engine(run: Path, name: str) -> None:
-    before = read_plan(run).engine
-    if (began := before.name if before else NATIVE) != name:
-        raise UserError(
-            f"the run was begun with `engine: {began}`, and the config has `engine: {name}`",
-            where=str(run),
-            fix=f"resume it with `--engine {began}`, or start a new run with `--out`",
-        )
 
 
 def adapt_plan(plan: Plan, corpus: Corpus, engine: TrainingEngine, record: EngineRecord) -> Plan:
@@ -121,11 +119,15 @@ class EngineRun:
     identity: dict[str, Any] = field(init=False)
     progress: RunProgress = field(default_factory=RunProgress)
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
-    num_embeddings: int = 0
+    has_started: bool = False
     peak_bytes: int | None = None
 
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
     def __post_init__(self) -> None:
-        note, config, plan = self.recorder.note, self.loaded.config, self.plan
+        note, config, plan = self.recorder.note, self.config, self.plan
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note)
         self.events = EventLog(self.folder / "events.jsonl", on_trouble=note)
         self.healing = HealingState(self.folder / HEALING, on_trouble=note)
@@ -140,8 +142,7 @@ class EngineRun:
         if saved is not None and saved.step in steps:
             changes = compare_identity(saved.manifest.identity, self.identity, set(self.options.allowed_changes))
             self.recorder.changes += changes
-            known = RunProgress.__dataclass_fields__
-            self.progress = RunProgress(**{k: v for k, v in saved.manifest.progress.items() if k in known})
+            self.progress = RunProgress.of(saved.manifest.progress)
         self.checkpoints.remove_after(self.progress.step)
         self.events.truncate_to(self.progress.step if self.progress.step else -1)
         self.recorder.losses, self.recorder.held_out = read_losses(self.events.path)
@@ -149,9 +150,9 @@ class EngineRun:
         note(f"resumed after step {step}" if step else "there is no valid checkpoint yet: the run starts from step 0")
         return step == 0 or bool(self.recorder.changes)
 
-    def start(self, *, num_trainable: int, num_parameters: int, num_embeddings: int) -> None:
+    def start(self, *, num_trainable: int, num_parameters: int) -> None:
         """Report that the model is loaded and the first step begins."""
-        self.num_embeddings = num_embeddings
+        self.has_started = True
         self.on_start(RunStarted(self.plan, num_trainable, num_parameters, self.progress.step))
 
     def step(self, event: StepTaken) -> None:

@@ -219,9 +219,6 @@ class EndedRun(Protocol):
     seconds: dict[str, float]
 
     @property
-    def num_embeddings(self) -> int: ...
-
-    @property
     def peak_bytes(self) -> int | None: ...
 
 

@@ -44,6 +44,11 @@ class RunProgress:
     tokens: int = 0
     supervised_tokens: int = 0
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> "RunProgress":
+        """Return the progress that a checkpoint has, with other values."""
+        return cls(**{name: value for name, value in saved.items() if name in cls.__dataclass_fields__})
+
 
 @dataclass
 class Run:
@@ -85,11 +90,6 @@ class Run:
     def micro_batch_tokens(self) -> int:
         """The tokens of a micro-batch: those of the plan, or fewer after out-of-memory errors."""
         return self.healing.limits.cap(self.plan.micro_batch_tokens.value)
-
-    @property
-    def num_embeddings(self) -> int:
-        """The number of rows of the embedding."""
-        return self.learner.model.config.get_text_config().vocab_size
 
     @property
     def peak_bytes(self) -> int | None:
@@ -141,8 +141,7 @@ def resume(run: Run, state: State) -> None:
     """Restore a run from a checkpoint: weights, optimizer, loss scale, progress and logs."""
     run.method.restore(state.tensors)
     run.learner.optimizer.load_state(state.tensors[OPTIMIZER] if has_same_optimizer(run, state) else {})
-    known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
-    run.progress = RunProgress(**known)
+    run.progress = RunProgress.of(state.progress)
     if not run.is_selecting:  # an older version chose among checkpoints on held-out rows
         run.progress.best_loss = run.progress.best_step = None
     if not run.healing.entries:  # `healing.jsonl` is never truncated, so it has more entries than the checkpoint

@@ -45,7 +45,7 @@ from tunewell.training.build import RunInputs, build_run, check_packing, describ
 from tunewell.training.device_check import check_device
 from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
-from tunewell.training.events import CheckedItem, Listener, RunStarted
+from tunewell.training.events import Listener, RunStarted
 from tunewell.training.faults import parse_faults
 from tunewell.training.replay import add_replay
 from tunewell.training.run import Ending, Run
@@ -119,12 +119,14 @@ class Training:
                 require_same_settings(inputs, run)
                 add_replay(inputs, run)
                 tokens = run.progress.tokens
-                self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
-                folder.keep()
+                # Each trainable parameter and AdamW's two states in its dtype; other optimizers have smaller ones.
+                size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
+                self.begin(describe_start(inputs, run), folder, corpus, size, is_selecting=run.is_selecting)
                 ending = self.take_steps(folder, partial(take_steps, run, handle_signals=options.owns_process))
             result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
             if world.is_first:
-                write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)
+                num_rows = run.learner.model.config.get_text_config().vocab_size
+                write_run_files(result, run.plan, corpus, num_rows=num_rows, allow_pickle=options.allow_pickle)
             run.close()
             world.shut_down()
             return result
@@ -132,21 +134,6 @@ class Training:
     def run_engine(self, engine: TrainingEngine, folder: RunFolder, corpus: Corpus, plan: Plan) -> TrainResult:
         """Let another engine take the steps, and write the result."""
         options, recorder = self.options, self.recorder
-
-        def begin(event: RunStarted) -> None:
-            items = checklist(
-                plan,
-                corpus.manifest,
-                self.device,
-                folder=folder.path,
-                checkpoint_bytes=12 * event.num_trainable,  # in fp32, with AdamW's two states
-                keep=self.loaded.config.checkpoints.keep,
-            )
-            for message in warnings(items):
-                recorder.note(message)
-            recorder(replace(event, checklist=items))
-            folder.keep()
-
         folder.write_base(self.loaded.seen(plan.model))
         run = EngineRun(
             loaded=self.loaded,
@@ -156,19 +143,20 @@ class Training:
             options=options,
             recorder=recorder,
             beat=self.pulse.beat,
-            on_start=begin,
+            # The weights in fp32 and AdamW's two states.
+            on_start=lambda event: self.begin(event, folder, corpus, 12 * event.num_trainable),
         )
-        if options.is_resuming:
-            if run.restore(engine.can_resume):
-                folder.write_plan(self.loaded, plan, corpus, argv=options.argv)
-            else:
-                folder.write_config(self.loaded, argv=options.argv)
+        if not options.is_resuming:
+            for message in engine.limits(self.loaded):
+                recorder.note(message)
+        elif run.restore(engine.can_resume):
+            folder.write_plan(self.loaded, plan, corpus, argv=options.argv)
+        else:
+            folder.write_config(self.loaded, argv=options.argv)
         tokens = run.progress.tokens
-        for message in [] if options.is_resuming else engine.limits(self.loaded):
-            recorder.note(message)
         ending = self.take_steps(folder, partial(engine.train, run))
         result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
-        write_run_files(run, result, plan, corpus, allow_pickle=options.allow_pickle)
+        write_run_files(result, plan, corpus, num_rows=None, allow_pickle=options.allow_pickle)
         run.close()
         return result
 
@@ -292,16 +280,20 @@ class Training:
             keep_freed_memory(self.device.free_bytes)
         return nullcontext()
 
-    def check(self, corpus: Corpus, run: Run) -> list[CheckedItem]:
-        """Return the check list before the first step; send what needs attention as notes."""
-        # Each trainable parameter and AdamW's two states, which have its dtype; other optimizers have smaller ones.
-        size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
-        folder, keep = run.checkpoints.folder.parent, self.loaded.config.checkpoints.keep
-        items = checklist(run.plan, corpus.manifest, self.device, folder=folder, checkpoint_bytes=size, keep=keep)
-        notes = settings_without_effect(self.loaded, corpus.manifest, is_selecting=run.is_selecting)
+    def begin(
+        self, event: RunStarted, folder: RunFolder, corpus: Corpus, size: int, *, is_selecting: bool = True
+    ) -> None:
+        """Send the event and the check list before the first step, with notes on what needs attention.
+
+        `size` is the number of bytes of a checkpoint. The folder is kept from here on.
+        """
+        plan, where, keep = event.plan, folder.working_path, self.loaded.config.checkpoints.keep
+        items = checklist(plan, corpus.manifest, self.device, folder=where, checkpoint_bytes=size, keep=keep)
+        notes = settings_without_effect(self.loaded, corpus.manifest, is_selecting=is_selecting)
         for message in [*notes, *warnings(items)]:
             self.recorder.note(message)
-        return items
+        self.recorder(replace(event, checklist=items))
+        folder.keep()
 
 
 def _validated(result: TrainResult, training: Training) -> TrainResult:
