@@ -87,7 +87,7 @@ def make_measurement(result: TrainResult, device: str) -> Measurement:
     for stage, spent in result.stages.items():
         phases[PHASES.get(stage, stage)] += spent
     peak = result.peak_memory_bytes
-    if peak is not None:  # that of the engine's process, or of this one with the verdict
+    if peak is not None:  # that of another engine's process, or of this one with the verdict
         peak = max(peak, peak_memory(torch.device(device)) or 0)
     if device.startswith("cuda") and peak is not None:
         peak += CONTEXT_BYTES

@@ -1,6 +1,6 @@
 """A stand-in for the worker of an engine: it sends what the variable STAND_IN says, and checks what it gets.
 
-started step:1 saved:1 fault:2 fail:WORDS die
+started step:1 saved:1 fault:2 print:WORDS fail:WORDS die
 """
 
 import json
@@ -49,6 +49,8 @@ for word in os.environ["STAND_IN"].split():
             words = "the loss is not finite"
             finding = {"step": int(value), "name": "nan-gradients", "severity": "fault", "words": words}
             send("found", {**finding, "numbers": {}, "place": "weight `w`"})
+        case "print":
+            sys.stderr.write(f"{value}\n")
         case "fail":
             send("failed", value)
             sys.exit(1)

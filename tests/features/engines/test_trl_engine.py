@@ -95,6 +95,21 @@ def test_the_first_losses_are_those_of_trl_by_hand(whole, project, tmp_path):
     assert [loss for _, loss in whole.losses] == pytest.approx(by_hand, abs=2e-4)  # some versions log four digits
 
 
+@pytest.mark.parametrize("kind", ["full", "dora"])
+def test_every_method_of_the_engine_trains_and_resumes(project, kind):
+    """Guards against weights of a method that our own code reads as other weights."""
+    steps = {"method.kind": kind, "train.learning_rate": 2e-3, "checkpoints.every_steps": 4}
+    run, names = project / kind, {"train.max_steps": 8, "train.schedule": "constant", "train.warmup": 0}
+    result = train(project, kind, **steps, **names)
+    assert result.status == "finished" and result.losses[-1][1] < result.losses[0][1]
+    last = run / "checkpoints" / "step-000008"
+    assert any("magnitude" in name for name in load_file(next(last.glob("*.safetensors")))) == (kind == "dora")
+    report = tunewell.validate(run, progress=False).report
+    tuned = {row.name: row for row in report.checks} if hasattr(report, "checks") else {}
+    assert report.verdict and tuned is not None
+    assert tunewell.export(result, to="merged", progress=False).exit_code == 0
+
+
 def test_a_nan_stops_the_run_before_its_update(project, tmp_path):
     """Guards against weights that a NaN has destroyed: the first update with the row at fault must not happen."""
     write_project(tmp_path)

@@ -39,7 +39,7 @@ from tunewell.training.signals import Signals
 
 _FOLDER = "engine"
 _ROOT = Path(tunewell.__file__).parents[1]
-_COPIED = [f"tunewell/{name}.py" for name in ("training/health", "training/finite_checks", "features/engines/observer")]
+_COPIED = ("tunewell/training/health.py", "tunewell/features/engines/observer.py")
 _SETTINGS = read_data(__file__, "settings.toml")
 _VERSIONS = """
 import importlib.metadata, json
@@ -61,7 +61,8 @@ class Trl:
                 "\n".join([f"`engine: {self.name}` cannot use these settings:", *refused]),
                 fix="change them, or leave out `engine`",
             )
-        python = _python(loaded)
+        named = loaded.config.engine_python
+        python = str(loaded.path(named).absolute()) if named else sys.executable
         try:
             found = json.loads(run([python, "-c", _VERSIONS], seconds=60).out)
         except (OSError, TimeoutError, ValueError) as error:
@@ -114,12 +115,10 @@ class Trl:
         try:
             request, worker = self._request(run, folder), _copy_code(folder / "code")
             assert run.plan.engine is not None
-            environment, log = _visible(run.plan.device.value), folder / "log.txt"
+            command, visible = [run.plan.engine.python, str(worker)], _visible(run.plan.device.value)
             run.recorder(Progress(f"starting {self.title}"))
             with (
-                Child(
-                    [run.plan.engine.python, str(worker)], environment=environment, log=log, has_session=True
-                ) as child,
+                Child(command, environment=visible, has_session=True, log=folder / "log.txt") as child,
                 Signals(is_installed=run.options.owns_process, on_request=lambda: child.send("stop")) as signals,
             ):
                 child.send(request)
@@ -251,14 +250,6 @@ class Unsloth(Trl):
 
     name, title = "unsloth", "Unsloth"
     packages = ("unsloth", *Trl.packages)
-
-
-def _python(loaded: LoadedConfig) -> str:
-    """Return the Python program of the engine. Links are not followed: that of a venv is one."""
-    if (named := loaded.config.engine_python) is None:
-        return sys.executable
-    path = loaded.base / Path(named).expanduser()
-    return str(path.absolute()) if path.exists() else shutil.which(named) or named
 
 
 def _longest(corpus: Corpus) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from tunewell.training.finite_checks import checked_outputs, is_finite
 from tunewell.training.health import HealthMonitor, RunContext, StepMetrics
 
 
@@ -24,7 +23,7 @@ class Observer(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, parent: Any, context: dict[str, Any]) -> None:
-        self.trainer, self.parent = trainer, parent
+        self.parent = parent
         self.monitor = HealthMonitor(RunContext(**context))
         self.is_stopped = False
         self.batches: list[tuple[dict[str, Tensor], Tensor]] = []
@@ -78,9 +77,11 @@ class Observer(TrainerCallback):
             "was_skipped": not is_good,
         }
         self.report = metrics | {"documents": num_rows(self.batches)}
-        place = None if is_good else self.locate(model)
-        if not is_good and scaler is None:
-            for weight in model.parameters():
+        place = None
+        for name, weight in () if is_good else model.named_parameters():
+            if place is None and not torch.isfinite(weight).all():
+                place = f"weight `{name}`"
+            if scaler is None:
                 weight.grad = None  # optimizers skip weights without gradients
         self.check(StepMetrics(**metrics), place)
 
@@ -115,17 +116,6 @@ class Observer(TrainerCallback):
         for finding in self.monitor.observe(metrics):
             self.is_stopped |= finding.severity == "fault"
             self.parent.send("found", {**vars(finding), "place": place})
-
-    def locate(self, model: Any) -> str | None:
-        """Return the first weight that is NaN or infinite, or the first module whose output is."""
-        for name, weight in model.named_parameters():
-            if not is_finite(weight.detach()):
-                return f"weight `{name}`"
-        found: list[str] = []
-        with checked_outputs(model, found), torch.no_grad(), self.trainer.accelerator.autocast():
-            for inputs, _ in self.batches:
-                model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        return found[0] if found else None
 
 
 def observe(owner: Any, name: str, keep: Callable[..., None]) -> None:

@@ -74,12 +74,10 @@ def arguments(function: Callable[..., Any], wanted: dict[str, Any]) -> dict[str,
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
 
     def own(name: str) -> str:
-        for choice in (name, _OTHER_NAMES.get(name)):
-            if choice in known:
-                return choice
-        if takes_all:
-            return name
-        raise TypeError(f"`{getattr(function, '__name__', function)}` of this version has no argument `{name}`")
+        other = _OTHER_NAMES.get(name, name)
+        if name not in known and other not in known and not takes_all:
+            raise TypeError(f"`{getattr(function, '__name__', function)}` of this version has no argument `{name}`")
+        return other if other in known and name not in known else name
 
     return {own(name): value for name, value in wanted.items()}
 
