@@ -137,7 +137,7 @@ class Trl:
             if value not in rule["values"] and self.name in rule.get("by", [self.name]):
                 lines.append(f"  `{key}: {value}` ({loaded.origin(key)}): {rule['because']}")
         if config.method.kind == "full" and config.method.layers != "all":
-            lines.append("  `method.layers` with `kind: full`: all layers are trained there")
+            lines.append("  `method.layers` with `method.kind: full`: the engine trains all layers")
         return lines
 
     def _request(self, run: EngineRun, folder: Path) -> dict[str, Any]:

@@ -16,12 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_OTHER_NAMES = {
-    "processing_class": "tokenizer",
-    "max_length": "max_seq_length",
-    "eval_strategy": "evaluation_strategy",
-    "dtype": "torch_dtype",
-}
+_OTHER_NAMES = {"processing_class": "tokenizer", "max_length": "max_seq_length"}
 """Names that arguments have in other versions."""
 _BEAT_SECONDS = 2.0
 
