@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tunewell
 from corpora import row
@@ -26,6 +29,8 @@ momentum = toy_entries:MOMENTUM
 priceless = toy_optimizer:GradientDescent
 [tunewell.sources]
 memory = toy_source:MemoryFile
+[tunewell.engines]
+nudge = toy_engine:Nudge
 [tunewell.features]
 hello = toy_command:command
 [tunewell.targets]
@@ -45,7 +50,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed package with a toy of several extension points, two of them broken."""
     site = tmp_path / "site"
     _install(site, "toy", _POINTS)
-    for module in ("entries", "method", "optimizer", "source", "command"):
+    for module in ("entries", "method", "optimizer", "engine", "source", "command"):
         (site / f"toy_{module}.py").write_text((_HERE / f"toy_{module}.py").read_text())
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("TUNEWELL_CACHE", str(tmp_path / "cache"))
@@ -117,6 +122,35 @@ def test_a_feature_of_another_package_is_a_command(site: Path) -> None:
     assert done.stdout.strip() == "hello Ada", done.stderr
     listed = _command(site, "--help").stdout
     assert "Print a greeting." in listed
+
+
+def test_an_engine_of_another_package_takes_the_steps_of_a_run(site: Path, tiny_model: Path) -> None:
+    """The spine knows no engine but its own: the run folder, resuming and the verdict must not need TRL."""
+    shutil.copytree(tiny_model, "model")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=512, num_hidden_layers=1, max_position_embeddings=1024, **sizes)
+    LlamaForCausalLM(config).save_pretrained("model")
+    settings = {
+        "model": "model",
+        "engine": "nudge",
+        "method": {"kind": "full"},
+        "device": "cpu",
+        "train": {"max_steps": 2, "batch_documents": 4},
+    }
+    rows = [row(number) for number in range(30)]
+    with pytest.raises(UserError, match="changes the model itself"):
+        tunewell.train({**settings, "method": {"kind": "lora"}}, data=rows, out="run", progress=False)
+    result = tunewell.train(settings, data=rows, out="run", progress=False)
+    assert (result.status, result.steps) == ("finished", 2) and "nudge learns nothing" in result.notes
+    assert result.validation is not None and len(result.healing) == 1
+    settings["train"] = {"max_steps": 3, "batch_documents": 4}
+    more = tunewell.train(settings, data=rows, out="run", resume=True, allow_changes=["num_steps"], progress=False)
+    assert more.steps == 3 and [step for step, _ in more.losses] == [1, 2, 3]
+    folders = (Path("model"), more.run / "checkpoints/step-000003")
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    assert torch.allclose(after["model.norm.weight"], before["model.norm.weight"] + 3)
+    record = json.loads((more.run / "plan.json").read_text())
+    assert record["engine"]["versions"] == {"nudge": "1.0"} and any("nudge" in one for one in record["plugins"])
 
 
 def _optimizer_part(tiny_model: Path, run: str, *, method: str, train: dict[str, object]) -> tuple[float, int, Path]:

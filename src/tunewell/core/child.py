@@ -25,9 +25,12 @@ from typing import IO, Any, Self
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file
 from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.core.redact import redact
 
 Process = subprocess.Popen[Any]
 _EXIT_ERROR = 2
+_LOG_SECONDS = 5.0
+"""How long the log of an ended process is waited for. A process that it started may keep its stderr open."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,10 @@ class Child:
         shows_errors: bool = False,
         log: Path | None = None,
     ) -> None:
-        """Start the process. With a session of its own, it gets no signals of the terminal. `log` keeps its stderr."""
+        """Start the process. With a session of its own, it gets no signals of the terminal.
+
+        `log` is a file for what it writes to stderr, without secrets.
+        """
         self._errors: IO[bytes] | None = None
         if not shows_errors:
             self._errors = open_file(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
@@ -126,12 +132,24 @@ class Child:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=subprocess.PIPE if log else self._errors,
             text=True,
             errors="replace",
             env={**os.environ, **(environment or {})},
             start_new_session=has_session,
         )
+        self._logger = threading.Thread(target=self._write_log, daemon=True)
+        self._logger.start()
+
+    def _write_log(self) -> None:
+        """Write to the log line by line: redacted at the end, it would keep secrets if this process was killed."""
+        if self._process.stderr is None or self._errors is None:
+            return
+        with self._process.stderr as stream:
+            for line in stream:
+                with suppress(OSError, ValueError):  # a full disk, or a closed log: the process must not wait for us
+                    self._errors.write(redact(line).encode())
+                    self._errors.flush()
 
     @property
     def has_ended(self) -> bool:
@@ -177,6 +195,7 @@ class Child:
         code = self._process.wait()
         if self._errors is None:
             return Ended(code)
+        self._logger.join(_LOG_SECONDS)
         self._errors.seek(0)
         return Ended(code, err=self._errors.read().decode(errors="replace"))
 
@@ -184,7 +203,7 @@ class Child:
         """Kill the process if it has not ended."""
         if not self.has_ended:
             self._process.kill()
-            self._process.wait()
+            self.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
                 with suppress(BrokenPipeError):

@@ -8,7 +8,7 @@ Registered in `ENGINES` (`config/extensions.py`); `features/engines` has two.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,23 +16,20 @@ from torch import Tensor
 
 from tunewell.config.extensions import ENGINES, NATIVE
 from tunewell.config.load import LoadedConfig
+from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.launcher import is_launched
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
-from tunewell.model_files.weights import fingerprint_weights
-from tunewell.records.checkpoint import saved_steps
-from tunewell.records.events import EventLog, read_losses
-from tunewell.records.healing import HEALING, HealingEntry, read_healing
-from tunewell.records.plan import PLAN, Chosen, EngineRecord, Plan, read_plan
-from tunewell.runs.config import RunOptions
+from tunewell.records.events import read_losses
+from tunewell.records.healing import HealingEntry
+from tunewell.records.plan import Chosen, EngineRecord, Plan, read_plan
+from tunewell.runs.config import RunOptions, has_begun
 from tunewell.runs.result import MetricsRecorder
-from tunewell.training.build import identity_of
-from tunewell.training.checkpoints import Checkpoints, State, compare_identity
+from tunewell.training.checkpoints import State, compare_identity
 from tunewell.training.events import Evaluated, Healed, RunStarted, StepTaken
 from tunewell.training.find_checkpoints import find_newest
-from tunewell.training.recovery import HealingState
-from tunewell.training.run import Ending, RunProgress
+from tunewell.training.run import Ending, RunProgress, RunState
 
 
 class TrainingEngine(Protocol):
@@ -65,8 +62,15 @@ def find_engine(loaded: LoadedConfig, options: RunOptions) -> tuple[TrainingEngi
     A run is resumed with the engine that began it.
     """
     name = loaded.config.engine
-    if options.is_resuming and (loaded.path(loaded.config.run) / PLAN).is_file():
-        _require_same_engine(loaded.path(loaded.config.run), name)
+    if options.is_resuming and has_begun(loaded):
+        folder = loaded.path(loaded.config.run)
+        before = read_plan(folder).engine
+        if (began := before.name if before else NATIVE) != name:
+            raise UserError(
+                f"the run was begun with `engine: {began}`, and the config has `engine: {name}`",
+                where=str(folder),
+                fix=f"resume it with `--engine {began}`, or start a new run with `--out`",
+            )
     if name == NATIVE:
         return None
     if is_launched():
@@ -75,16 +79,6 @@ def find_engine(loaded: LoadedConfig, options: RunOptions) -> tuple[TrainingEngi
         raise UserError(f"faults cannot be injected with `engine: {name}`", fix="remove TUNEWELL_FAULTS")
     engine: TrainingEngine = ENGINES.load(name)()
     return engine, engine.require(loaded)
-
-
-def _require_same_engine(run: Path, name: str) -> None:
-    before = read_plan(run).engine
-    if (began := before.name if before else NATIVE) != name:
-        raise UserError(
-            f"the run was begun with `engine: {began}`, and the config has `engine: {name}`",
-            where=str(run),
-            fix=f"resume it with `--engine {began}`, or start a new run with `--out`",
-        )
 
 
 def adapt_plan(plan: Plan, corpus: Corpus, engine: TrainingEngine, record: EngineRecord) -> Plan:
@@ -102,11 +96,10 @@ def adapt_plan(plan: Plan, corpus: Corpus, engine: TrainingEngine, record: Engin
 
 
 @dataclass(kw_only=True)
-class EngineRun:
+class EngineRun(RunState):
     """A run whose steps another engine takes: what the engine needs, and what it reports."""
 
     loaded: LoadedConfig
-    plan: Plan
     corpus: Corpus
     folder: Path
     options: RunOptions
@@ -115,43 +108,38 @@ class EngineRun:
     """To be called now and then: the run is alive."""
     on_start: Callable[[RunStarted], None]
     """Called before the first step."""
-    checkpoints: Checkpoints = field(init=False)
-    events: EventLog = field(init=False)
-    healing: HealingState = field(init=False)
-    identity: dict[str, Any] = field(init=False)
-    progress: RunProgress = field(default_factory=RunProgress)
-    seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
-    num_embeddings: int = 0
+    has_started: bool = False
     peak_bytes: int | None = None
 
-    def __post_init__(self) -> None:
-        note, config, plan = self.recorder.note, self.loaded.config, self.plan
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note)
-        self.events = EventLog(self.folder / "events.jsonl", on_trouble=note)
-        self.healing = HealingState(self.folder / HEALING, on_trouble=note)
-        self.healing.restore(read_healing(self.folder))
-        self.identity = identity_of(plan, config, fingerprint_weights(self.loaded.seen(plan.model)))
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
 
     def restore(self, can_resume: Callable[[Path, int], bool]) -> bool:
-        """Go on from the newest checkpoint with which the engine can, or from the start. Return True for a new plan."""
-        note, folder = self.recorder.note, self.checkpoints.folder
-        steps = [step for step in saved_steps(folder) if can_resume(self.folder, step)]
-        saved = find_newest(folder, on_trouble=note, not_after=max(steps)) if steps else None
-        if saved is not None and saved.step in steps:
-            changes = compare_identity(saved.manifest.identity, self.identity, set(self.options.allowed_changes))
-            self.recorder.changes += changes
-            known = RunProgress.__dataclass_fields__
-            self.progress = RunProgress(**{k: v for k, v in saved.manifest.progress.items() if k in known})
-        self.checkpoints.remove_after(self.progress.step)
-        self.events.truncate_to(self.progress.step if self.progress.step else -1)
+        """Go on from the newest checkpoint, or from the start. Return True if the plan must be written again."""
+        note = self.recorder.note
+        saved = find_newest(self.checkpoints.folder, on_trouble=note)
+        if saved is None:
+            note("there is no valid checkpoint yet: the run starts from step 0")
+            self.events.truncate_to(-1)
+            return True
+        if not can_resume(self.folder, saved.step):
+            raise UserError(
+                f"the checkpoint of step {saved.step} has no optimizer states, so the run cannot go on from it",
+                where=f"`engine: {self.config.engine}` keeps them only until a run is finished",
+                fix="start a new run with `--out`",
+            )
+        changes = compare_identity(saved.manifest.identity, self.identity, set(self.options.allowed_changes))
+        self.recorder.changes += changes
+        self.progress = RunProgress.of(saved.manifest.progress)
+        self.events.truncate_to(saved.step)
         self.recorder.losses, self.recorder.held_out = read_losses(self.events.path)
-        step = self.progress.step
-        note(f"resumed after step {step}" if step else "there is no valid checkpoint yet: the run starts from step 0")
-        return step == 0 or bool(self.recorder.changes)
+        note(f"resumed after step {saved.step}")
+        return bool(changes)
 
-    def start(self, *, num_trainable: int, num_parameters: int, num_embeddings: int) -> None:
+    def start(self, *, num_trainable: int, num_parameters: int) -> None:
         """Report that the model is loaded and the first step begins."""
-        self.num_embeddings = num_embeddings
+        self.has_started = True
         self.on_start(RunStarted(self.plan, num_trainable, num_parameters, self.progress.step))
 
     def step(self, event: StepTaken) -> None:
@@ -170,9 +158,10 @@ class EngineRun:
         is_best = len(self.corpus.selection) > 0 and math.isfinite(loss) and (best is None or loss < best)
         if is_best:
             progress.best_loss, progress.best_step = loss, step
-        progress.last_look, self.seconds["look"] = step, self.seconds["look"] + seconds
+        progress.last_look = step
+        self.seconds["look"] += seconds
         event = Evaluated(step, loss, tokens, documents, seconds, is_best)
-        self.events.append({"kind": "held_out", **{k: v for k, v in event.__dict__.items() if k != "samples"}})
+        self.events.append({"kind": "held_out", **event.__dict__})
         self.recorder(event)
 
     def heal(self, entry: HealingEntry) -> None:
@@ -186,9 +175,3 @@ class EngineRun:
         progress = {**self.progress.__dict__, "events": self.events.written().model_dump()}
         state = State(self.progress.step, {file: dict(tensors)}, texts, progress, self.identity)
         self.checkpoints.save(state, is_best=self.progress.best_step == state.step, wait=True)
-
-    def close(self) -> None:
-        """Close the logs and the thread that writes checkpoints."""
-        self.checkpoints.close()
-        self.events.close()
-        self.healing.close()

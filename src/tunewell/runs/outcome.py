@@ -22,7 +22,7 @@ from tunewell.records.plan import Chosen, Plan
 from tunewell.records.prediction import Measurement
 from tunewell.records.rundir import OUTCOME, RUN_CONFIG, Outcome, read_outcome, write_outcome
 from tunewell.runs.loss_curve import write_loss_svg
-from tunewell.runs.result import EndedRun, TrainResult, healing_summary
+from tunewell.runs.result import TrainResult, healing_summary
 from tunewell.training.memory import peak_memory
 
 PHASES = {
@@ -38,8 +38,13 @@ PHASES = {
 """Stage of a run -> phase of a prediction."""
 
 
-def write_run_files(run: EndedRun, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
-    """Write `loss.svg`, `outcome.json` and `README.md`. Add a note for a file that cannot be written."""
+def write_run_files(
+    result: TrainResult, plan: Plan, corpus: Corpus, *, num_rows: int | None, allow_pickle: bool
+) -> None:
+    """Write `loss.svg`, `outcome.json` and `README.md`. Add a note for a file that cannot be written.
+
+    `num_rows` is the number of rows of the embedding, which changes if tokens were added.
+    """
     if result.losses:
         path = result.run / "loss.svg"
         try:
@@ -50,7 +55,7 @@ def write_run_files(run: EndedRun, result: TrainResult, plan: Plan, corpus: Corp
             result.notes.append(f"could not write the loss curve: {error}")
     try:
         write_outcome(result.run, _outcome(result, plan))
-        page = _readme(result, plan, corpus.manifest, num_rows=run.num_embeddings, allow_pickle=allow_pickle)
+        page = _readme(result, plan, corpus.manifest, num_rows=num_rows, allow_pickle=allow_pickle)
         write_atomic(result.run / "README.md", redact(page))
     except (UserError, OSError) as error:
         reason = error.what if isinstance(error, UserError) else error.strerror or error
@@ -82,7 +87,7 @@ def make_measurement(result: TrainResult, device: str) -> Measurement:
     for stage, spent in result.stages.items():
         phases[PHASES.get(stage, stage)] += spent
     peak = result.peak_memory_bytes
-    if peak is not None:  # that of the engine's process, or of this one with the verdict
+    if peak is not None:  # that of another engine's process, or of this one with the verdict
         peak = max(peak, peak_memory(torch.device(device)) or 0)
     if device.startswith("cuda") and peak is not None:
         peak += CONTEXT_BYTES
@@ -110,11 +115,10 @@ def _artefacts(result: TrainResult) -> list[tuple[str, str]]:
     return [((path.relative_to(run) if path.is_relative_to(run) else path).as_posix(), what) for path, what in paths]
 
 
-def _readme(result: TrainResult, plan: Plan, manifest: Manifest, *, num_rows: int, allow_pickle: bool) -> str:
+def _readme(result: TrainResult, plan: Plan, manifest: Manifest, *, num_rows: int | None, allow_pickle: bool) -> str:
     """Return the README of a run. Every command on the page works in the run folder.
 
-    If transformers can load the model, it shows the code for that, otherwise commands of tunewell. `num_rows` is the
-    number of rows of the embedding.
+    If transformers can load the model, it shows the code for that, otherwise commands of tunewell.
     """
     artefacts = _artefacts(result)
     config = load_config(result.run / RUN_CONFIG).config

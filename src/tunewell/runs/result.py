@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.html import render
@@ -17,15 +17,12 @@ from tunewell.core.units import count, duration
 from tunewell.machine.facts import process_seconds
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
-from tunewell.records.plan import Plan
 from tunewell.records.report import Curve, Validation
 from tunewell.records.rundir import Status
 from tunewell.runs.config import RunOptions, resume_command
 from tunewell.runs.loss_curve import loss_svg
-from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.events import Evaluated, Event, Listener, Note, Rewound, StepTaken
-from tunewell.training.recovery import HealingState
-from tunewell.training.run import Ending, RunProgress
+from tunewell.training.run import Ending, RunState
 
 _NUM_SHOWN = 6
 _REMEDIES = {
@@ -209,32 +206,20 @@ class MetricsRecorder:
         self(Note(message))
 
 
-class EndedRun(Protocol):
-    """A run after its last step, whichever engine took the steps."""
-
-    plan: Plan
-    progress: RunProgress
-    checkpoints: Checkpoints
-    healing: HealingState
-    seconds: dict[str, float]
-
-    @property
-    def num_embeddings(self) -> int: ...
-
-    @property
-    def peak_bytes(self) -> int | None: ...
-
-
 def make_result(
     loaded: LoadedConfig,
-    run: EndedRun,
+    run: RunState,
     ending: Ending,
     *,
     recorder: MetricsRecorder,
     first_tokens: int,
+    peak_bytes: int | None,
     options: RunOptions,
 ) -> TrainResult:
-    """Return the result of a run. `first_tokens` is the number of tokens trained on before this process started."""
+    """Return the result of a run. `first_tokens` is the number of tokens trained on before this process started.
+
+    `peak_bytes` is the peak memory of the GPU or, on the CPU, of the process.
+    """
     folder = run.checkpoints.folder
     seconds = run.seconds["train"]
     tokens = run.progress.tokens - first_tokens
@@ -265,7 +250,7 @@ def make_result(
         start_seconds=None if age is None else max(0.0, age - recorder.total_seconds),
         stages={**recorder.seconds, **run.seconds},
         tokens_per_second=tokens / seconds if seconds else 0.0,
-        peak_memory_bytes=run.peak_bytes if is_own_memory else None,
+        peak_memory_bytes=peak_bytes if is_own_memory else None,
         losses=recorder.losses,
         lacks_steps=recorder.lacks_steps,
         held_out=recorder.held_out,

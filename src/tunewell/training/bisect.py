@@ -1,16 +1,19 @@
 """Find the document, layer or weight that made a step NaN, by recomputing the step with finite checks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from tunewell.data.batches import TokenizedDocuments, make_batch
 from tunewell.machine.out_of_memory import free_memory, is_out_of_memory
 from tunewell.models.load import not_finite_names
-from tunewell.training.finite_checks import checked_outputs, is_finite
 from tunewell.training.step import TrainableModel
 
 
@@ -81,3 +84,33 @@ def _first_not_finite(
     # The backward pass runs from the last layer to the first, so the last bad parameter became non-finite first.
     broken = [name for name, gradient in learner.optimizer.gradients().items() if not is_finite(gradient)]
     return f"gradient of `{broken[-1]}`" if broken else None
+
+
+@contextmanager
+def checked_outputs(model: nn.Module, found: list[str]) -> Iterator[None]:
+    """Append to `found` the name of the first module with a non-finite output. Inner modules are checked first."""
+
+    def check(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and not all(map(is_finite, tensors_of(output))):
+            found.append(f"output of `{name}`")
+
+    handles = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(part)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every value of a tensor is finite. Integer tensors always are."""
+    return bool(torch.isfinite(tensor).all())

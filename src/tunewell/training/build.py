@@ -138,20 +138,15 @@ def build_run(parts: RunInputs) -> Run:
     if config.train.recompute != "off":
         learner.recompute(config.train.recompute)
     documents = parts.hooks.documents(corpus)
-    healing = HealingState(folder / HEALING, on_trouble=note)
-    healing.restore(read_healing(parts.folder))
     return Run(
-        plan=plan,
+        **run_state(plan, config, parts.model, note, folder=folder, home=parts.folder),
         config=config,
         learner=learner,
         order=parts.order,
         documents=ReadAhead(documents) if config.train.read_ahead else documents,
         held_out=corpus.evaluated,
         is_selecting=len(corpus.selection) > 0 and (plan.answers is None or plan.answers.value > 0),
-        checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note),
-        events=EventLog(folder / "events.jsonl", on_trouble=note),
         samples=samples,
-        healing=healing,
         listener=parts.listener,
         method=method,
         load_weights=partial(_load_weights, options),
@@ -160,7 +155,6 @@ def build_run(parts: RunInputs) -> Run:
         home=parts.folder / "checkpoints",
         ask=_make_sampler(parts, learner, samples),
         num_answers=_num_answers(parts),
-        identity=identity_of(plan, config, fingerprint_weights(parts.model)),
     )
 
 
@@ -213,6 +207,21 @@ def _load_model(options: LoadOptions, parts: RunInputs) -> LoadedModel:
     if parts.world.is_first:
         write_plan(parts.folder, parts.plan)
     return found
+
+
+def run_state(
+    plan: Plan, config: Config, model: str, note: Callable[[str], None], *, folder: Path, home: Path
+) -> dict[str, Any]:
+    """Return the fields of `RunState` for a run that writes to a folder. Earlier problems are read from its home."""
+    healing = HealingState(folder / HEALING, on_trouble=note)
+    healing.restore(read_healing(home))
+    return {
+        "plan": plan,
+        "checkpoints": Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note),
+        "events": EventLog(folder / "events.jsonl", on_trouble=note),
+        "healing": healing,
+        "identity": identity_of(plan, config, fingerprint_weights(model)),
+    }
 
 
 def describe_start(parts: RunInputs, run: Run) -> RunStarted:

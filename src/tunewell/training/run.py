@@ -21,7 +21,6 @@ from tunewell.training.checkpoints import Checkpoints, State, load_state
 from tunewell.training.events import Listener, Rewound, Sample, send_notes
 from tunewell.training.find_checkpoints import OPTIMIZER, find_newest
 from tunewell.training.health import RunContext
-from tunewell.training.memory import peak_memory
 from tunewell.training.recovery import HealingState
 from tunewell.training.step import TrainableModel
 
@@ -46,22 +45,42 @@ class RunProgress:
     tokens: int = 0
     supervised_tokens: int = 0
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> "RunProgress":
+        """Return the progress that a checkpoint has, with other values."""
+        return cls(**{name: value for name, value in saved.items() if name in cls.__dataclass_fields__})
 
-@dataclass
-class Run:
-    """All parts of a run; `build.py` creates it."""
+
+@dataclass(kw_only=True)
+class RunState:
+    """The progress and the files of a run, whichever engine takes its steps."""
 
     plan: Plan
+    checkpoints: Checkpoints
+    events: EventLog
+    healing: HealingState
+    identity: dict[str, Any] = field(default_factory=dict)
+    progress: RunProgress = field(default_factory=RunProgress)
+    seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
+
+    def close(self) -> None:
+        """Wait for the pending checkpoint, and close the logs and the thread that writes checkpoints."""
+        self.checkpoints.close()
+        self.events.close()
+        self.healing.close()
+
+
+@dataclass(kw_only=True)
+class Run(RunState):
+    """All parts of a run; `build.py` creates it."""
+
     config: Config
     learner: TrainableModel
     order: DataOrder
     documents: TokenizedDocuments
     held_out: TokenizedDocuments
     """The rows that are evaluated: the selection slice, else the held-out rows."""
-    checkpoints: Checkpoints
-    events: EventLog
     samples: EventLog
-    healing: HealingState
     listener: Listener
     method: Method
     load_weights: Callable[[], Mapping[str, Tensor]]
@@ -77,33 +96,17 @@ class Run:
     about: RunContext = field(default_factory=RunContext)
     home: Path | None = None
     """The checkpoint folder of the run. Ranks other than 0 write to a different folder."""
-    identity: dict[str, Any] = field(default_factory=dict)
-    progress: RunProgress = field(default_factory=RunProgress)
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     """Times of the last steps."""
-    seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
 
     @property
     def micro_batch_tokens(self) -> int:
         """The tokens of a micro-batch: those of the plan, or fewer after out-of-memory errors."""
         return self.healing.limits.cap(self.plan.micro_batch_tokens.value)
 
-    @property
-    def num_embeddings(self) -> int:
-        """The number of rows of the embedding."""
-        return self.learner.model.config.get_text_config().vocab_size
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The peak memory of the GPU or, on the CPU, of this process."""
-        return peak_memory(self.learner.device)
-
     def close(self) -> None:
-        """Wait for the pending checkpoint, and close the logs and the thread that writes checkpoints."""
-        self.checkpoints.close()
-        self.events.close()
+        super().close()
         self.samples.close()
-        self.healing.close()
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,7 @@ def resume(run: Run, state: State) -> None:
     """Restore a run from a checkpoint: weights, optimizer, loss scale, progress and logs."""
     run.method.restore(state.tensors)
     run.learner.optimizer.load_state(state.tensors[OPTIMIZER] if has_same_optimizer(run, state) else {})
-    known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
-    run.progress = RunProgress(**known)
+    run.progress = RunProgress.of(state.progress)
     if not run.is_selecting:  # an older version chose among checkpoints on held-out rows
         run.progress.best_loss = run.progress.best_step = None
     if not run.healing.entries:  # `healing.jsonl` is never truncated, so it has more entries than the checkpoint

@@ -35,19 +35,27 @@ from tunewell.records.plan import Plan, Start, read_plan
 from tunewell.records.report import EXIT_NOT_VALIDATED
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 from tunewell.runs.config import RunOptions, as_first_started, missing_rows, require_training_data, with_start
-from tunewell.runs.engines import EngineRun, TrainingEngine, adapt_plan, find_engine
+from tunewell.runs.engines import EngineRun, adapt_plan, find_engine
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Pulse
 from tunewell.runs.outcome import update_outcome, write_run_files
 from tunewell.runs.probe import cached_probe, probe_run, sweep_sizes, with_probe
 from tunewell.runs.result import MetricsRecorder, TrainResult, make_result
 from tunewell.scoring.tasks import make_scorer
-from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
+from tunewell.training.build import (
+    RunInputs,
+    build_run,
+    check_packing,
+    describe_start,
+    require_same_settings,
+    run_state,
+)
 from tunewell.training.device_check import check_device
 from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
-from tunewell.training.events import CheckedItem, Listener, RunStarted
+from tunewell.training.events import Listener, RunStarted
 from tunewell.training.faults import parse_faults
+from tunewell.training.memory import peak_memory
 from tunewell.training.replay import add_replay
 from tunewell.training.run import Ending, Run
 from tunewell.training.step import StepHooks
@@ -113,66 +121,67 @@ class Training:
                 self.recorder.note(caution)
             if not options.is_resuming and world.is_first and (hint := look_up_hint(corpus)):
                 self.recorder.note(hint)
-            if self.engine is not None:
-                return self.run_engine(self.engine[0], folder, corpus, plan)
             with self.process_settings(plan):
-                with world.failing_together():
-                    inputs, run = self.build(folder, corpus, plan, order)
-                require_same_settings(inputs, run)
-                add_replay(inputs, run)
+                begin = self.begin_native if self.engine is None else self.begin_engine
+                run, take = begin(folder, corpus, plan, order)
                 tokens = run.progress.tokens
-                self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
-                folder.keep()
-                ending = self.take_steps(folder, partial(take_steps, run, handle_signals=options.owns_process))
-            result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
+                ending = self.take_steps(folder, take)
+            is_native = isinstance(run, Run)
+            result = make_result(
+                self.loaded,
+                run,
+                ending,
+                recorder=recorder,
+                first_tokens=tokens,
+                peak_bytes=peak_memory(run.learner.device) if is_native else run.peak_bytes,
+                options=options,
+            )
             if world.is_first:
-                write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)
+                num_rows = run.learner.model.config.get_text_config().vocab_size if is_native else None
+                write_run_files(result, run.plan, corpus, num_rows=num_rows, allow_pickle=options.allow_pickle)
             run.close()
             world.shut_down()
             return result
 
-    def run_engine(self, engine: TrainingEngine, folder: RunFolder, corpus: Corpus, plan: Plan) -> TrainResult:
-        """Let another engine take the steps, and write the result."""
-        options, recorder = self.options, self.recorder
+    def begin_native(
+        self, folder: RunFolder, corpus: Corpus, plan: Plan, order: DataOrder
+    ) -> tuple[Run, Callable[[], Ending]]:
+        """Build the run. Return it with the function that takes its steps."""
+        with self.world.failing_together():
+            inputs, run = self.build(folder, corpus, plan, order)
+        require_same_settings(inputs, run)
+        add_replay(inputs, run)
+        # Each trainable parameter and AdamW's two states in its dtype; other optimizers have smaller ones.
+        size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
+        self.begin(describe_start(inputs, run), folder, corpus, size, is_selecting=run.is_selecting)
+        return run, partial(take_steps, run, handle_signals=self.options.owns_process)
 
-        def begin(event: RunStarted) -> None:
-            items = checklist(
-                plan,
-                corpus.manifest,
-                self.device,
-                folder=folder.path,
-                checkpoint_bytes=12 * event.num_trainable,  # in fp32, with AdamW's two states
-                keep=self.loaded.config.checkpoints.keep,
-            )
-            for message in warnings(items):
-                recorder.note(message)
-            recorder(replace(event, checklist=items))
-            folder.keep()
-
-        folder.write_base(self.loaded.seen(plan.model))
+    def begin_engine(
+        self, folder: RunFolder, corpus: Corpus, plan: Plan, order: DataOrder
+    ) -> tuple[EngineRun, Callable[[], Ending]]:
+        """Open a run of another engine. Return it with the function that takes its steps. The order is the engine's."""
+        assert self.engine is not None
+        engine, options, recorder = self.engine[0], self.options, self.recorder
+        folder.write_base(model := self.loaded.seen(plan.model))
         run = EngineRun(
+            **run_state(plan, self.loaded.config, model, recorder.note, folder=folder.path, home=folder.path),
             loaded=self.loaded,
-            plan=plan,
             corpus=corpus,
             folder=folder.path,
             options=options,
             recorder=recorder,
             beat=self.pulse.beat,
-            on_start=begin,
+            # The weights in fp32 and AdamW's two states.
+            on_start=lambda event: self.begin(event, folder, corpus, 12 * event.num_trainable),
         )
-        if options.is_resuming:
-            if run.restore(engine.can_resume):
-                folder.write_plan(self.loaded, plan, corpus, argv=options.argv)
-            else:
-                folder.write_config(self.loaded, argv=options.argv)
-        tokens = run.progress.tokens
-        for message in [] if options.is_resuming else engine.limits(self.loaded):
-            recorder.note(message)
-        ending = self.take_steps(folder, partial(engine.train, run))
-        result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
-        write_run_files(run, result, plan, corpus, allow_pickle=options.allow_pickle)
-        run.close()
-        return result
+        if not options.is_resuming:
+            for message in engine.limits(self.loaded):
+                recorder.note(message)
+        elif run.restore(engine.can_resume):
+            folder.write_plan(self.loaded, plan, corpus, argv=options.argv)
+        else:
+            folder.write_config(self.loaded, argv=options.argv)
+        return run, partial(engine.train, run)
 
     def prepare(self) -> None:
         """Prepare the corpus on rank 0. Without sources, or on a machine without them, the existing corpus is used."""
@@ -294,16 +303,20 @@ class Training:
             keep_freed_memory(self.device.free_bytes)
         return nullcontext()
 
-    def check(self, corpus: Corpus, run: Run) -> list[CheckedItem]:
-        """Return the check list before the first step; send what needs attention as notes."""
-        # Each trainable parameter and AdamW's two states, which have its dtype; other optimizers have smaller ones.
-        size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
-        folder, keep = run.checkpoints.folder.parent, self.loaded.config.checkpoints.keep
-        items = checklist(run.plan, corpus.manifest, self.device, folder=folder, checkpoint_bytes=size, keep=keep)
-        notes = settings_without_effect(self.loaded, corpus.manifest, is_selecting=run.is_selecting)
+    def begin(
+        self, event: RunStarted, folder: RunFolder, corpus: Corpus, size: int, *, is_selecting: bool = True
+    ) -> None:
+        """Send the event and the check list before the first step, with notes on what needs attention.
+
+        `size` is the number of bytes of a checkpoint. The folder is kept from here on.
+        """
+        plan, where, keep = event.plan, folder.working_path, self.loaded.config.checkpoints.keep
+        items = checklist(plan, corpus.manifest, self.device, folder=where, checkpoint_bytes=size, keep=keep)
+        notes = settings_without_effect(self.loaded, corpus.manifest, is_selecting=is_selecting)
         for message in [*notes, *warnings(items)]:
             self.recorder.note(message)
-        return items
+        self.recorder(replace(event, checklist=items))
+        folder.keep()
 
 
 def _validated(result: TrainResult, training: Training) -> TrainResult:

@@ -1,6 +1,6 @@
 """A stand-in for the worker of an engine: it sends what the variable STAND_IN says, and checks what it gets.
 
-started step:1 saved:1 fault:2 fail:WORDS die
+started step:1 saved:1 fault:2 print:WORDS fail:WORDS die
 """
 
 import json
@@ -20,7 +20,7 @@ def send(kind: str, content: object) -> None:
 def step(number: int) -> None:
     values = {"loss": 2.0 - number / 10, "grad_norm": 1.0, "learning_rate": 1e-3, "epoch": number / 10, "seconds": 0.1}
     counts = {"tokens": 40, "supervised_tokens": 20, "documents": 4, "memory_bytes": 1 << 20}
-    send("step", {"step": number, **values, **counts, "batch_sha256": "0" * 16})
+    send("step", {"step": number, **values, **counts})
 
 
 def saved(number: int) -> None:
@@ -38,7 +38,7 @@ for word in os.environ["STAND_IN"].split():
     kind, _, value = word.partition(":")
     match kind:
         case "started":
-            send("started", {"num_trainable": 10, "num_parameters": 100, "num_embeddings": 512})
+            send("started", {"num_trainable": 10, "num_parameters": 100})
         case "step":
             step(int(value))
         case "evaluated":
@@ -46,13 +46,11 @@ for word in os.environ["STAND_IN"].split():
         case "saved":
             saved(int(value))
         case "fault":
-            entry = {
-                "step": int(value),
-                "name": "nan-gradients",
-                "severity": "fault",
-                "words": "the loss is not finite",
-            }
-            send("found", {**entry, "action": "stop", "numbers": {}, "place": "weight `w`"})
+            words = "the loss is not finite"
+            finding = {"step": int(value), "name": "nan-gradients", "severity": "fault", "words": words}
+            send("found", {**finding, "numbers": {}, "place": "weight `w`"})
+        case "print":
+            sys.stderr.write(f"{value}\n")
         case "fail":
             send("failed", value)
             sys.exit(1)

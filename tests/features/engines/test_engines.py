@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -99,6 +100,54 @@ def test_a_failure_after_a_step_can_be_resumed(play, project, end):
     assert "--resume" in result.next_command
     result = play("started step:2 saved:2", resume=True)
     assert result.status == "finished" and [step for step, _ in result.losses] == [1, 2]
+
+
+def test_a_finished_run_is_not_resumed_without_the_states_of_its_optimizer(play, project):
+    """Guards against more steps for a finished run that begin anew, and delete its checkpoints."""
+    play("started step:1 saved:1 step:2 saved:2")
+    with pytest.raises(UserError, match="step 2 has no optimizer states"):
+        play("started", resume=True, **{"train.max_steps": 4, "train.warmup": 0})
+    assert (project / "run" / "checkpoints" / "step-000002").is_dir()
+
+
+def test_what_the_trainer_prints_is_kept_without_secrets(play, project, monkeypatch):
+    """Guards against a token in a log that people send to each other; a run that is killed has one too."""
+    monkeypatch.setenv("HF_TOKEN", "Zx81kk20fjJq77")
+    play("started print:token=Zx81kk20fjJq77 step:1 step:2 saved:2")
+    log = (project / "run" / "engine" / "log.txt").read_text()
+    assert "token=" in log and "Zx81kk20fjJq77" not in log
+
+
+def test_the_child_ends_with_its_parent(tmp_path):
+    """Guards against a trainer that nobody watches: it would hold the GPU, and write beside the resumed run."""
+    engines._copy_code(tmp_path)
+    program = "import worker, time; worker.Parent(); print('ready', file=sys.stderr, flush=True); time.sleep(600)"
+    process = start_child(f"import sys; sys.path[0] = {str(tmp_path)!r}; {program}")
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(b"{}\n")
+    process.stdin.flush()
+    assert process.stderr.readline() == b"ready\n"
+    process.stdin.close()  # as the kernel does when the parent is killed
+    assert process.wait(20) == 1
+
+
+def start_child(program: str) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def test_settings_without_effect_on_any_engine_are_named_too(play):
+    """Guards against a rank that full fine-tuning does not read."""
+    result = play("started step:1 step:2", **{"method.kind": "full"})
+    assert any("`method.rank` has no effect" in note for note in result.notes)
+
+
+def test_a_package_without_a_name_is_no_reason_to_refuse_an_environment(project, monkeypatch, tmp_path):
+    """Guards against the rest of an interrupted `pip install`, which has no metadata."""
+    (tmp_path / "site" / "left-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    with pytest.raises(UserError, match="needs `unsloth`"):
+        train(engine="unsloth")
 
 
 def test_a_run_is_resumed_with_its_own_engine(play, project):

@@ -95,6 +95,23 @@ def test_the_first_losses_are_those_of_trl_by_hand(whole, project, tmp_path):
     assert [loss for _, loss in whole.losses] == pytest.approx(by_hand, abs=2e-4)  # some versions log four digits
 
 
+@pytest.mark.parametrize("kind", ["full", "dora"])
+def test_other_methods_train_and_their_weights_are_read_as_they_are(project, kind):
+    """Guards against weights of a method that our own code reads as those of another model."""
+    steps = {"train.max_steps": 6, "train.learning_rate": 2e-3, "checkpoints.every_steps": 6}
+    rows = {"data.selection": 0, "corpus": str(project / "corpus-held-out"), "verdict.after_training": True}
+    result = train(project, kind, **{"method.kind": kind, **steps, **rows})
+    assert (result.status, result.steps) == ("finished", 6) and result.losses[-1][1] < result.losses[0][1]
+    assert result.validation is not None
+    held_out = result.validation.report.held_out
+    assert held_out is not None and held_out.base is not None
+    assert held_out.tuned == pytest.approx(dict(result.held_out)[6], abs=1e-3), "TRL's loss of the same rows"
+    assert held_out.base == pytest.approx(dict(result.held_out)[0], abs=1e-3) != held_out.tuned
+    weights = load_file(next((result.run / "checkpoints" / "step-000006").glob("*.safetensors")))
+    assert any("magnitude" in name for name in weights) == (kind == "dora")
+    assert tunewell.export(result, to="merged", progress=False).exit_code == 0
+
+
 def test_a_nan_stops_the_run_before_its_update(project, tmp_path):
     """Guards against weights that a NaN has destroyed: the first update with the row at fault must not happen."""
     write_project(tmp_path)

@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import sys
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+import tunewell
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import LoadedConfig
 from tunewell.core.child import Child, run
 from tunewell.core.errors import UserError
-from tunewell.core.files import parse_json, read_data, read_text, stable_json, write_atomic
+from tunewell.core.files import open_file, parse_json, read_data, read_text, stable_json, write_atomic
 from tunewell.core.progress import Progress
 from tunewell.data.batches import spread_evenly
 from tunewell.data.corpus.reader import Corpus
@@ -29,7 +29,7 @@ from tunewell.model_files.presets import is_preset
 from tunewell.models.load import DTYPES, LoadOptions, load_model
 from tunewell.models.support import quiet
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tunewell.records.healing import HealingEntry
+from tunewell.records.healing import HealingEntry, Severity
 from tunewell.records.plan import Chosen, EngineRecord, Plan
 from tunewell.runs.engines import EngineRun
 from tunewell.training.engine import EXIT_STOPPED
@@ -37,12 +37,14 @@ from tunewell.training.events import StepTaken
 from tunewell.training.run import Ending
 from tunewell.training.signals import Signals
 
-_FOLDER, _PACKAGE = "engine", "tunewell.features.engines"
-_COPIED = ("tunewell.training.health", "tunewell.training.finite_checks", f"{_PACKAGE}.observer")
+_FOLDER = "engine"
+_ROOT = Path(tunewell.__file__).parents[1]
+_COPIED = ("tunewell/training/health.py", "tunewell/features/engines/observer.py")
 _SETTINGS = read_data(__file__, "settings.toml")
-_VERSIONS = (
-    "import json, importlib.metadata as m; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
-)
+_VERSIONS = """
+import importlib.metadata, json
+print(json.dumps({str(one.name).lower(): one.version for one in importlib.metadata.distributions()}))
+"""
 _ADVICE = "Lower `train.learning_rate`, or train with `engine: native`, which leaves out the rows at fault and goes on."
 
 
@@ -59,7 +61,8 @@ class Trl:
                 "\n".join([f"`engine: {self.name}` cannot use these settings:", *refused]),
                 fix="change them, or leave out `engine`",
             )
-        python = _python(loaded)
+        named = loaded.config.engine_python
+        python = str(loaded.path(named).absolute()) if named else sys.executable
         try:
             found = json.loads(run([python, "-c", _VERSIONS], seconds=60).out)
         except (OSError, TimeoutError, ValueError) as error:
@@ -112,17 +115,17 @@ class Trl:
         try:
             request, worker = self._request(run, folder), _copy_code(folder / "code")
             assert run.plan.engine is not None
-            environment, log = _visible(run.plan.device.value), folder / "log.txt"
+            command, visible = [run.plan.engine.python, str(worker)], _visible(run.plan.device.value)
             run.recorder(Progress(f"starting {self.title}"))
             with (
-                Child([run.plan.engine.python, str(worker)], environment=environment, log=log) as child,
+                Child(command, environment=visible, has_session=True, log=folder / "log.txt") as child,
                 Signals(is_installed=run.options.owns_process, on_request=lambda: child.send("stop")) as signals,
             ):
                 child.send(request)
                 ending = self._follow(child, run, signals)
             return ending
         finally:
-            left = [folder] if not run.num_embeddings and not run.progress.step else folder.glob("rows*")
+            left = [folder] if not run.has_started and not run.progress.step else folder.glob("rows*")
             for path in [*left, *(folder.glob("checkpoint-*") if ending and ending.status == "finished" else [])]:
                 shutil.rmtree(path)
 
@@ -134,23 +137,23 @@ class Trl:
             if value not in rule["values"] and self.name in rule.get("by", [self.name]):
                 lines.append(f"  `{key}: {value}` ({loaded.origin(key)}): {rule['because']}")
         if config.method.kind == "full" and config.method.layers != "all":
-            lines.append("  `method.layers` with `kind: full`: all layers are trained there")
+            lines.append("  `method.layers` with `method.kind: full`: the engine trains all layers")
         return lines
 
     def _request(self, run: EngineRun, folder: Path) -> dict[str, Any]:
         """Write the rows, and return what the child needs to know."""
-        plan, config, corpus, step = run.plan, run.loaded.config, run.corpus, run.progress.step
-        rows = folder / "rows"
+        plan, config, corpus, step = run.plan, run.config, run.corpus, run.progress.step
+        rows, longest, schedule = folder / "rows", _longest(corpus), plan.schedule.value
         rows.mkdir(exist_ok=True)
         evaluated = spread_evenly(len(corpus.evaluated), config.evaluate.max_documents).tolist()
         _write_rows(rows / "train.jsonl", corpus, range(len(corpus)))
         _write_rows(rows / "evaluated.jsonl", corpus.evaluated, evaluated)
-        rank, alpha = config.method.rank_and_alpha
-        adapter = {name: attrgetter(key)(config) for name, key in _SETTINGS["adapter"].items()}
-        adapter = {name: value for name, value in adapter.items() if value not in ((), "all")}
-        has_dora = {"use_dora": True} if plan.method.value == "dora" else {}
-        number, micro = plan.batch_documents.value or 1, plan.micro_batch_tokens.value // _longest(corpus)
-        schedule = plan.schedule.value
+        micro, adapter = plan.micro_batch_tokens.value // longest, None
+        if plan.method.value != "full":
+            adapter = {name: value for name, value in _values("adapter", run).items() if value not in ((), "all")}
+            adapter["r"], adapter["lora_alpha"] = config.method.rank_and_alpha
+            if plan.method.value == "dora":
+                adapter["use_dora"] = True
         return {
             "engine": self.name,
             "model": _base_model(run, rows / "base"),
@@ -158,22 +161,19 @@ class Trl:
             "dtype": str(_dtype(plan)).removeprefix("torch."),
             "threads": plan.threads.value,
             "rows": str(rows),
-            "max_length": _longest(corpus),
-            "adapter": None
-            if plan.method.value == "full"
-            else {"r": rank, "lora_alpha": alpha, "bias": "none", **has_dora, **adapter},
+            "max_length": longest,
+            "adapter": adapter,
             "recompute": config.train.recompute,
             "is_quantized": plan.quantized is not None,
             "resume": str(folder / f"checkpoint-{step}") if step else None,
             "arguments": {
                 **_SETTINGS["fixed"],
-                **{name: getattr(plan, field).value for name, field in _SETTINGS["planned"].items()},
-                **{name: attrgetter(key)(config) for name, key in _SETTINGS["configured"].items()},
+                **_values("arguments", run),
                 "lr_scheduler_type": _SETTINGS["schedules"].get(schedule, schedule),
                 "output_dir": str(folder),
                 "per_device_train_batch_size": micro,
                 "per_device_eval_batch_size": micro,
-                "gradient_accumulation_steps": number // micro,
+                "gradient_accumulation_steps": (plan.batch_documents.value or 1) // micro,
                 "max_length": None,
                 "bf16": plan.precision.value == "bf16",
                 "fp16": plan.precision.value == "fp16",
@@ -181,13 +181,10 @@ class Trl:
                 "gradient_checkpointing": config.train.recompute != "off",
                 "eval_strategy": "steps" if evaluated else "no",
                 "eval_on_start": bool(evaluated) and not step,
-                "save_total_limit": max(2, config.checkpoints.keep),
             },
             "context": {
-                "precision": plan.precision.value,
+                **_values("context", run),
                 "device": plan.device.value.partition(":")[0],
-                "max_grad_norm": config.train.max_grad_norm,
-                "spike_factor": config.healing.spike_factor,
                 "is_from_scratch": is_preset(plan.model),
             },
         }
@@ -202,11 +199,11 @@ class Trl:
                 case "started":
                     run.start(**content)
                 case "step":
-                    run.step(StepTaken(**content))
+                    run.step(StepTaken(**content, batch_sha256=""))
                 case "evaluated":
                     run.evaluate(**content)
                 case "found":
-                    run.heal(entry := HealingEntry(**content))
+                    run.heal(entry := _entry(**content))
                     fault = entry if entry.action == "stop" else fault
                 case "saved":
                     self._save(run, Path(content))
@@ -220,11 +217,13 @@ class Trl:
             return Ending("stopped", fault.words, EXIT_STOPPED, advice=_ADVICE)
         if ended.code and not failure:
             failure = f"its process {ended}"
-        if failure and not run.num_embeddings:
-            versions = run.plan.engine.versions.items() if run.plan.engine else ()
-            where = ", ".join(f"{name} {version}" for name, version in versions)
-            fix = "compare these versions with those that `docs/guides/engines.md` names, or leave out `engine`"
-            raise UserError(f"{self.title} could not start: {failure}", where=where, fix=fix)
+        if failure and not run.has_started:
+            assert run.plan.engine is not None
+            raise UserError(
+                f"{self.title} could not start: {failure}",
+                where=", ".join(map(" ".join, run.plan.engine.versions.items())),
+                fix="compare these versions with those that `docs/guides/engines.md` names, or leave out `engine`",
+            )
         if failure:
             advice = f"`{_FOLDER}/log.txt` in the run folder has all that {self.title} printed."
             return Ending("failed", f"{self.title} failed: {failure}", EXIT_STOPPED, advice=advice, is_resumable=True)
@@ -253,14 +252,6 @@ class Unsloth(Trl):
     packages = ("unsloth", *Trl.packages)
 
 
-def _python(loaded: LoadedConfig) -> str:
-    """Return the Python program of the engine. Links are not followed: that of a venv is one."""
-    if (named := loaded.config.engine_python) is None:
-        return sys.executable
-    path = loaded.base / Path(named).expanduser()
-    return str(path.absolute()) if path.exists() else shutil.which(named) or named
-
-
 def _longest(corpus: Corpus) -> int:
     return int(corpus.index["length"].max())
 
@@ -271,7 +262,7 @@ def _dtype(plan: Plan) -> torch.dtype:
 
 def _write_rows(path: Path, split: Any, documents: Any) -> None:
     """Write the token ids and labels of documents as lines of JSON."""
-    with path.open("w") as file:
+    with open_file(path, "w") as file:
         for document in documents:
             ids, labels = split.arrays(document)
             file.write(json.dumps({"input_ids": ids.tolist(), "labels": labels.tolist()}) + "\n")
@@ -300,22 +291,28 @@ def _base_model(run: EngineRun, folder: Path) -> str:
 
 
 def _copy_code(folder: Path) -> Path:
-    """Copy the modules that run in the child to a folder, as a package of their names. Return its main program."""
+    """Copy what runs in the child to a folder, as a package of the same name. Return its main program."""
     for name in _COPIED:
-        path = folder.joinpath(*name.split(".")).with_suffix(".py")
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, _source(name))
         for parent in path.relative_to(folder).parents[:-1]:
-            (folder / parent / "__init__.py").touch()  # an installed tunewell must not come first
-    worker = folder / "worker.py"
-    write_atomic(worker, _source(f"{_PACKAGE}.worker"))
-    return worker
+            write_atomic(folder / parent / "__init__.py", "")  # an installed tunewell must not come first
+        write_atomic(path, read_text(_ROOT / name))
+    write_atomic(folder / "worker.py", read_text(Path(__file__).with_name("worker.py")))
+    return folder / "worker.py"
 
 
-def _source(module: str) -> str:
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).read_text(encoding="utf-8")
+def _values(table: str, run: EngineRun) -> dict[str, Any]:
+    """Return the values of a run that a table of the settings names."""
+    return {name: attrgetter(path)(run) for name, path in _SETTINGS[table].items()}
+
+
+def _entry(*, severity: Severity, words: str, place: str | None, **finding: Any) -> HealingEntry:
+    """Return the entry of a finding in the child, which stops at a fault."""
+    is_fault = severity == "fault"
+    words = f"{words}{f' ({place})' if place else ''}{': the run stops' if is_fault else ''}"
+    action = "stop" if is_fault else "none"
+    return HealingEntry(severity=severity, words=words, place=place, action=action, **finding)
 
 
 def _visible(device: str) -> dict[str, str]:

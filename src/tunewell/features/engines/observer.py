@@ -3,19 +3,17 @@
 It runs in the engine's process, which may have no tunewell: only the modules that are copied with it.
 """
 
-import hashlib
 import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from tunewell.training.finite_checks import checked_outputs, is_finite
-from tunewell.training.health import HealthFinding, HealthMonitor, RunContext, StepMetrics
-
-_NOT_REPORTED = ("seconds", "norm_limit", "held_out_loss")
+from tunewell.training.health import HealthMonitor, RunContext, StepMetrics
 
 
 class Observer(TrainerCallback):
@@ -25,159 +23,118 @@ class Observer(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, parent: Any, context: dict[str, Any]) -> None:
-        self.trainer, self.parent = trainer, parent
+        self.parent = parent
         self.monitor = HealthMonitor(RunContext(**context))
         self.is_stopped = False
-        self.batches: list[dict[str, Tensor]] = []
-        self.losses: list[Tensor] = []
+        self.batches: list[tuple[dict[str, Tensor], Tensor]] = []
+        """The micro-batches of this step or evaluation, with their losses."""
         self.norm: Any = 0.0
-        self.held_out: list[tuple[float, int, int]] = []
-        """Loss, supervised tokens and documents of the batches of an evaluation."""
         self.report: dict[str, Any] = {}
         """The metrics of this step."""
         self.clock = time.perf_counter()
-        self._training_step, trainer.training_step = trainer.training_step, self.training_step
-        self._prediction_step, trainer.prediction_step = trainer.prediction_step, self.prediction_step
-        self._clip, trainer.accelerator.clip_grad_norm_ = trainer.accelerator.clip_grad_norm_, self.clip
+        observe(trainer, "training_step", self.keep_batch)
+        observe(trainer, "prediction_step", self.keep_batch)
+        observe(trainer.accelerator, "clip_grad_norm_", self.keep_norm)
 
-    def training_step(self, model: Any, inputs: Any, *others: Any, **named: Any) -> Tensor:
-        """Take the forward and backward pass of a micro-batch, and keep its rows and its loss."""
-        self.batches.append({name: inputs[name] for name in ("input_ids", "attention_mask", "labels")})
-        loss = self._training_step(model, inputs, *others, **named)
-        self.losses.append(loss.detach().float())
-        return loss
+    def keep_batch(self, result: Any, model: Any, inputs: dict[str, Tensor], *others: Any) -> None:
+        """Keep a micro-batch with its loss. An evaluation returns the loss first in a tuple."""
+        loss = result[0] if isinstance(result, tuple) else result
+        self.batches.append((inputs, loss.detach().float()))
 
-    def clip(self, *values: Any, **named: Any) -> Any:
-        """Clip the gradients, and keep the norm that they had."""
-        self.norm = self._clip(*values, **named)
-        return self.norm
+    def keep_norm(self, result: Any, *others: Any) -> None:
+        """Keep the norm that the gradients had before they were clipped."""
+        self.norm = result
 
-    def prediction_step(self, model: Any, inputs: Any, *others: Any, **named: Any) -> Any:
-        """Evaluate a batch, and keep its loss with the number of tokens that it is the mean of."""
-        supervised, rows = num_supervised(inputs["labels"]), len(inputs["labels"])
-        result = self._prediction_step(model, inputs, *others, **named)
-        self.held_out.append((float(result[0]), supervised, rows))
-        return result
+    def seconds(self) -> float:
+        """Return the seconds since the last call."""
+        before, self.clock = self.clock, time.perf_counter()
+        return round(self.clock - before, 6)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
         """Report the size of the model."""
         sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
-        vocabulary = model.config.get_text_config().vocab_size
-        self.monitor.about = RunContext(**{**vars(self.monitor.about), "vocab_size": vocabulary})
-        started = {"num_parameters": sum(size for size, _ in sizes), "num_embeddings": vocabulary}
-        self.parent.send("started", {**started, "num_trainable": sum(size for size, trains in sizes if trains)})
-        self.clock = time.perf_counter()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start a new step."""
-        self.batches, self.losses, self.norm = [], [], 0.0
+        self.monitor.about = replace(self.monitor.about, vocab_size=model.config.get_text_config().vocab_size)
+        num_trainable = sum(size for size, trains in sizes if trains)
+        self.parent.send("started", {"num_trainable": num_trainable, "num_parameters": sum(size for size, _ in sizes)})
+        self.seconds()
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **others: Any
     ) -> None:
         """Check the step before its update."""
-        loss, norm = float(torch.stack(self.losses).sum()), float(self.norm)
+        loss, norm = float(torch.stack([loss for _, loss in self.batches]).sum()), float(self.norm)
         scaler = getattr(optimizer, "scaler", None)
         is_good = math.isfinite(loss) and math.isfinite(norm)
-        step = state.global_step + 1
-        supervised = sum(num_supervised(batch["labels"]) for batch in self.batches)
-        metrics = StepMetrics(
-            step,
-            loss,
-            norm,
-            learning_rate=float(optimizer.param_groups[0]["lr"]),
-            tokens=sum(int(batch["attention_mask"].sum()) for batch in self.batches),
-            supervised_tokens=supervised,
-            memory_bytes=peak_memory(args.device),
-            scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None,
-            was_skipped=not is_good,
-        )
-        digest = hashlib.sha256(b"".join(batch["input_ids"].cpu().numpy().tobytes() for batch in self.batches))
-        self.report = {
-            **{name: value for name, value in vars(metrics).items() if name not in _NOT_REPORTED},
-            "documents": sum(len(batch["labels"]) for batch in self.batches),
-            "batch_sha256": digest.hexdigest()[:16],
-            "micro_batches": len(self.batches),
+        metrics = {
+            "step": state.global_step + 1,
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": float(optimizer.param_groups[0]["lr"]),
+            "tokens": sum(int(inputs["attention_mask"].sum()) for inputs, _ in self.batches),
+            "supervised_tokens": sum(num_supervised(inputs) for inputs, _ in self.batches),
+            "memory_bytes": torch.cuda.max_memory_reserved() if args.device.type == "cuda" else None,
+            "scale": scaler.get_scale() if scaler else None,
+            "was_skipped": not is_good,
         }
-        place = None if is_good else self.locate(model)
-        if not is_good and scaler is None:
-            for weight in model.parameters():
+        self.report = metrics | {"documents": num_rows(self.batches)}
+        place = None
+        for name, weight in () if is_good else model.named_parameters():
+            if place is None and not torch.isfinite(weight).all():
+                place = f"weight `{name}`"
+            if scaler is None:
                 weight.grad = None  # optimizers skip weights without gradients
-        self.check(metrics, place)
+        self.check(StepMetrics(**metrics), place)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Report the step, and decide whether the training goes on."""
-        now = time.perf_counter()
-        epoch, seconds = round(float(state.epoch or 0.0), 6), round(now - self.clock, 6)
-        self.clock = now
-        self.parent.send("step", {**self.report, "epoch": epoch, "seconds": seconds})
+        epoch = round(float(state.epoch or 0.0), 6)
+        self.parent.send("step", {**self.report, "epoch": epoch, "seconds": self.seconds()})
+        self.batches = []
         is_last = state.global_step >= state.max_steps
-        if self.is_stopped:
-            control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
-        elif self.parent.is_stopping or is_last:
-            control.should_training_stop = control.should_save = True
-            control.should_evaluate = is_last and args.eval_strategy != "no"
+        if self.is_stopped or self.parent.is_stopping or is_last:
+            control.should_training_stop = True
+            control.should_save = not self.is_stopped
+            control.should_evaluate = control.should_save and is_last and args.eval_strategy != "no"
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Report an evaluation: the mean over its supervised tokens."""
-        batches, self.held_out = self.held_out, []
-        tokens = sum(supervised for _, supervised, _ in batches)
-        loss = sum(loss * supervised for loss, supervised, _ in batches if supervised) / max(1, tokens)
-        seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
-        found = {"loss": loss, "tokens": tokens, "documents": sum(rows for _, _, rows in batches)}
-        self.parent.send("evaluated", {"step": state.global_step, **found, "seconds": round(seconds, 6)})
+        losses = [(float(loss), num_supervised(inputs)) for inputs, loss in self.batches]
+        tokens = sum(number for _, number in losses)
+        loss = sum(loss * number for loss, number in losses if number) / max(1, tokens)
+        found = {"step": state.global_step, "loss": loss, "tokens": tokens, "documents": num_rows(self.batches)}
+        self.parent.send("evaluated", {**found, "seconds": self.seconds()})
+        self.batches = []
         self.check(StepMetrics(state.global_step, held_out_loss=loss), None)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Let the parent copy the checkpoint before a later one replaces it."""
         self.parent.save(f"{args.output_dir}/checkpoint-{state.global_step}")
-        self.clock = time.perf_counter()
+        self.seconds()
 
     def check(self, metrics: StepMetrics, place: str | None) -> None:
         """Report the findings of a step. A fault stops the training."""
         for finding in self.monitor.observe(metrics):
-            is_fault = finding.severity == "fault"
-            self.is_stopped |= is_fault
-            self.parent.send("found", described(finding, place, is_fault=is_fault))
-
-    def locate(self, model: Any) -> str | None:
-        """Return the first weight that is NaN or infinite, or the first module whose output is."""
-        for name, weight in model.named_parameters():
-            if not is_finite(weight.detach()):
-                return f"weight `{name}`"
-        found: list[str] = []
-        with checked_outputs(model, found), torch.no_grad(), torch.autocast(**self.autocast()):
-            for batch in self.batches:
-                model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-                if found:
-                    break
-        return found[0] if found else None
-
-    def autocast(self) -> dict[str, Any]:
-        """Return the precision in which the trainer computes."""
-        args = self.trainer.args
-        dtype = torch.float16 if args.fp16 else torch.bfloat16
-        return {"device_type": args.device.type, "dtype": dtype, "enabled": bool(args.fp16 or args.bf16)}
+            self.is_stopped |= finding.severity == "fault"
+            self.parent.send("found", {**vars(finding), "place": place})
 
 
-def described(finding: HealthFinding, place: str | None, *, is_fault: bool) -> dict[str, Any]:
-    """Return a finding with what was done as an entry of `healing.jsonl`."""
-    words = f"{finding.words}{f' ({place})' if place else ''}{': the run stops' if is_fault else ''}"
-    kept = {"step": finding.step, "name": finding.name, "severity": finding.severity, "numbers": finding.numbers}
-    return {**kept, "action": "stop" if is_fault else "none", "words": words, "place": place}
+def observe(owner: Any, name: str, keep: Callable[..., None]) -> None:
+    """Call `keep` with the result and the arguments of every call of a method."""
+    method = getattr(owner, name)
+
+    def call(*values: Any, **named: Any) -> Any:
+        result = method(*values, **named)
+        keep(result, *values)
+        return result
+
+    setattr(owner, name, call)
 
 
-def num_supervised(labels: Tensor) -> int:
+def num_supervised(inputs: dict[str, Tensor]) -> int:
     """Return the number of supervised tokens. The first token of a row is never predicted."""
-    return int((labels[:, 1:] != -100).sum())
+    return int((inputs["labels"][:, 1:] != -100).sum())
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory of the GPU or, on the CPU, of this process; None if the system does not report it."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    try:
-        import resource
-    except ImportError:
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def num_rows(batches: list[tuple[dict[str, Tensor], Tensor]]) -> int:
+    """Return the number of rows."""
+    return sum(len(inputs["labels"]) for inputs, _ in batches)

@@ -1,7 +1,7 @@
 """The child process of an engine: load the model, train with `SFTTrainer` on prepared rows, and report to the parent.
 
 It runs with the Python program of the engine. Messages are lines of JSON: `{"step": {...}}` to the parent; the request,
-`"saved"` and `"stop"` from it. If the parent ends, so does the training, after the step.
+`"saved"` and `"stop"` from it. If the parent ends, this process ends at once.
 """
 
 import inspect
@@ -16,12 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_OTHER_NAMES = {
-    "processing_class": "tokenizer",
-    "max_length": "max_seq_length",
-    "eval_strategy": "evaluation_strategy",
-    "dtype": "torch_dtype",
-}
+_OTHER_NAMES = {"processing_class": "tokenizer", "max_length": "max_seq_length"}
 """Names that arguments have in other versions."""
 _BEAT_SECONDS = 2.0
 
@@ -57,8 +52,7 @@ class Parent:
                 self.is_stopping = True
             else:
                 self._was_saved.set()
-        self.is_stopping = True  # the parent has ended
-        self._was_saved.set()
+        os._exit(1)  # the parent has ended: nobody would keep what is trained from here on
 
     def _beat(self) -> None:
         """Send a sign of life while this process uses CPU time."""
@@ -73,13 +67,14 @@ def arguments(function: Callable[..., Any], wanted: dict[str, Any]) -> dict[str,
     """Return arguments under the names that a function of the installed version has; raise TypeError if it has none."""
     known = inspect.signature(function).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-    found: dict[str, Any] = {}
-    for name, value in wanted.items():
-        names = [own for own in (name, _OTHER_NAMES.get(name, name)) if own in known]
-        if not names and not takes_all:
+
+    def own(name: str) -> str:
+        other = _OTHER_NAMES.get(name, name)
+        if name not in known and other not in known and not takes_all:
             raise TypeError(f"`{getattr(function, '__name__', function)}` of this version has no argument `{name}`")
-        found[names[0] if names else name] = value
-    return found
+        return other if other in known and name not in known else name
+
+    return {own(name): value for name, value in wanted.items()}
 
 
 def load_trl(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -136,16 +131,12 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
     """Pad rows to the longest one. Padding is neither read nor supervised."""
     import torch
 
-    length = max(len(row["input_ids"]) for row in rows)
+    def padded(name: str) -> torch.Tensor:
+        values = [torch.tensor(row[name]) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=-100)
 
-    def padded(values: list[list[int]], filling: int) -> Any:
-        return torch.tensor([[*own, *[filling] * (length - len(own))] for own in values])
-
-    return {
-        "input_ids": padded([row["input_ids"] for row in rows], 0),
-        "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows], 0),
-        "labels": padded([row["labels"] for row in rows], -100),
-    }
+    ids = padded("input_ids")
+    return {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long(), "labels": padded("labels")}
 
 
 def train(parent: Parent) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tunewell.training.finite_checks import checked_outputs, is_finite, tensors_of
+from tunewell.training.bisect import checked_outputs, is_finite, tensors_of
 
 _KEPT_BYTES = 64 * 2**20
 """Limit for the stored batches of a step: token ids are small, but images could fill the device memory."""
