@@ -11,13 +11,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
 from tunewell.core.errors import UserError
-from tunewell.core.units import size_bytes
+from tunewell.core.units import duration, size_bytes
 
 MAX_LINE_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
@@ -116,13 +116,15 @@ class RemoteApi:
                     where=f"{self.url} -> {target[:200]}",
                     fix="if you trust that address, use it instead",
                 ) from None
+            wait = _seconds_of(error.headers.get("Retry-After"))
+            later = f"; the next try is in {duration(wait)}" if wait else ""
             rejected = (Unavailable if error.code in _BUSY else UserError)(
-                f"{self._what} rejected the request: status {error.code}",
+                f"{self._what} rejected the request: status {error.code}{later}",
                 where=detail or self.url,
                 fix=f"check the name of the model after `#`; a key is read from {self._key_variable}",
             )
             if isinstance(rejected, Unavailable):
-                rejected.wait_seconds = _seconds_of(error.headers.get("Retry-After"))
+                rejected.wait_seconds = wait
             raise rejected from None
         except (OSError, ValueError) as error:
             fix = f"check the address; a key is read from {self._key_variable}"
@@ -137,10 +139,10 @@ class RemoteApi:
 
 
 def _seconds_of(retry_after: str | None) -> float | None:
-    """Return the seconds of a `Retry-After`, which is a number or a date."""
+    """Return the seconds of a `Retry-After`, which is a number or a date, or None for another text."""
     try:
-        return max(0.0, float(retry_after or ""))
-    except ValueError:
-        with suppress(ValueError):
-            return max(0.0, parsedate_to_datetime(retry_after or "").timestamp() - time.time())
-    return None
+        if (text := (retry_after or "").strip()).isdecimal():
+            return float(text)
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
