@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -116,7 +115,8 @@ class RemoteApi:
                     where=f"{self.url} -> {target[:200]}",
                     fix="if you trust that address, use it instead",
                 ) from None
-            wait = _seconds_of(error.headers.get("Retry-After"))
+            after = error.headers.get("Retry-After", "")
+            wait = float(after) if after.isdecimal() else None
             later = f"; the next try is in {duration(wait)}" if wait else ""
             rejected = (Unavailable if error.code in _BUSY else UserError)(
                 f"{self._what} rejected the request: status {error.code}{later}",
@@ -136,13 +136,3 @@ class RemoteApi:
     def _invalid(self, why: str) -> UserError:
         fix = "use the address of the API, such as `http://localhost:8080/v1#MODEL`"
         return UserError(f"the answer of {self._what} cannot be used: {why}", where=self.url, fix=fix)
-
-
-def _seconds_of(retry_after: str | None) -> float | None:
-    """Return the seconds of a `Retry-After`, which is a number or a date, or None for another text."""
-    try:
-        if (text := (retry_after or "").strip()).isdecimal():
-            return float(text)
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return None

@@ -213,8 +213,15 @@ def train(
     before the first step for problems that the caller can fix. After the first step, checkpoints stay on disk.
     """
     fixed = [*as_sets(run=text_of(out)), *index_sets(text_of(index)), *all_sets(sets, settings)]
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
-    loaded = load_inputs(config, fixed, is_resuming=resume, **given)
+    loaded = load_inputs(
+        config,
+        fixed,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        formatting_func=formatting_func,
+        is_resuming=resume,
+    )
     changes = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     options = RunOptions(is_resuming=resume, allowed_changes=changes, allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:
@@ -257,8 +264,14 @@ def rehearse(
     """
     from tunewell.workflows.rehearse import rehearse as run_rehearsal
 
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
-    loaded = load_inputs(config, all_sets(sets, settings), **given)
+    loaded = load_inputs(
+        config,
+        all_sets(sets, settings),
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        formatting_func=formatting_func,
+    )
     with shown(progress) as show:
         return run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show)
 
@@ -283,8 +296,14 @@ def plan(
     from tunewell.workflows.plan import PlanOptions
     from tunewell.workflows.plan import plan as run_plan
 
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
-    loaded = load_inputs(config, all_sets(sets, settings), **given)
+    loaded = load_inputs(
+        config,
+        all_sets(sets, settings),
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        formatting_func=formatting_func,
+    )
     with shown(progress) as show:
         return run_plan(loaded, PlanOptions(measure, [gpus] if isinstance(gpus, str) else gpus), progress=show)
 
@@ -302,8 +321,14 @@ def prepare(
     progress: Show = True,
 ) -> PrepareResult:
     """Build a corpus from rows, in the folder `out`. An up-to-date corpus is reused."""
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
-    loaded = load_inputs(config, [*as_sets(corpus=text_of(out)), *all_sets(sets, settings)], **given)
+    loaded = load_inputs(
+        config,
+        [*as_sets(corpus=text_of(out)), *all_sets(sets, settings)],
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        formatting_func=formatting_func,
+    )
     with shown(progress) as show:
         return run_prepare(loaded, progress=show)
 

@@ -174,7 +174,6 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_ends_with_what_is_there(
         (429, {"Retry-After": "0"}, b"slow down"),
         (503, {}, b""),
         (429, {"Retry-After": "inf"}, b""),
-        (429, {"Retry-After": "Mon, 01 Jan 0001 00:00:00 -0000"}, b""),
         (429, {"Retry-After": "Wed, 01 Jan 2020 00:00:00 GMT"}, b""),
     ]
     assert record(plan(host)) == 0

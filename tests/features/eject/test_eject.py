@@ -3,9 +3,11 @@
 import ast
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -180,6 +182,19 @@ def test_a_path_in_any_script_is_found_by_the_script(tmp_path, tiny_model, monke
     assert "pip install -r 'my script'/requirements.txt" in " ".join(capsys.readouterr().out.split())
     line = next(line for line in Path("my script/train.py").read_text().splitlines() if line.startswith("MODEL = "))
     assert Path(ast.literal_eval(line.removeprefix("MODEL = "))) == (folder / "model").resolve()
+
+
+def test_an_expert_is_not_a_layer(tmp_path, tiny_model, monkeypatch):
+    """`layers.0.mlp.experts.1` was trained with `method.layers: [1]`."""
+    monkeypatch.chdir(tmp_path)
+    run = train(tmp_path, tiny_model, **{"train.max_steps": 1, "method.kind": "full", "method.layers": [1]})
+    eject(run, out="out")
+    script = Path("out/train.py").read_text()
+    block = script[script.index("for name, weight in model") : script.index("model.get_input_embeddings")]
+    names = ["model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.experts.1.w1.weight", "lm_head.weight"]
+    weights = {name: SimpleNamespace() for name in names}
+    exec(block, {"re": re, "model": SimpleNamespace(named_parameters=weights.items)})  # noqa: S102  our own script
+    assert [weights[name].requires_grad for name in names] == [True, False, False] and "import re\n" in script
 
 
 def test_names_and_losses_cannot_change_the_script(run, tmp_path):

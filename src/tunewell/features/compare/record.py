@@ -98,14 +98,14 @@ def record(plan: Recording, progress: ProgressListener = silent, *, owns_process
         log = stack.enter_context(EventLog(plan.path))
         signals = stack.enter_context(Signals(is_installed=owns_process))
         if is_new:
-            log.append(header_of(*_parts_of(plan.address), max_tokens=options.length, temperature=options.temperature))
+            log.append(header_of(*_parts_of(plan.address), max_tokens=options.length))
         for number, (own, asked) in enumerate(plan.open.items()):
             progress(Progress("asking the model", number, len(plan.open), "questions"))
             try:
                 answer = _asked(RemoteChat(plan.address, options), asked.text, signals, progress)
             except UserError as error:
-                fix = f"the answers so far are in `{plan.path}`, and the same command goes on; {error.fix}"
-                raise UserError(error.what, where=error.where, fix=fix) from error
+                error.fix = f"the answers so far are in `{plan.path}`, and the same command goes on; {error.fix}"
+                raise
             if answer is not None:
                 log.append({"id": own, "question": asked.text, "reference": asked.reference, **answer})
                 log.sync()
@@ -132,7 +132,7 @@ def _asked(model: RemoteChat, text: str, signals: Signals, progress: ProgressLis
             seconds = wait if error.wait_seconds is None else error.wait_seconds
             if tries == _MAX_TRIES or seconds > _LONGEST_WAIT:
                 raise
-        progress(Progress(f"the server is busy: waiting {duration(seconds)}"))
+            progress(Progress(f"{error.what}: waiting {duration(seconds)}"))
         until, wait = time.monotonic() + seconds, min(2 * wait, _LONGEST_WAIT)
         while time.monotonic() < until and not signals.asked:
             time.sleep(_TICK)

@@ -4,6 +4,7 @@ import math
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import takewhile
@@ -18,7 +19,6 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, publish_folder, read_data, read_text, require_output_path, stable_json
 from tunewell.core.html import render
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.core.redact import REDACTED
 from tunewell.core.version import made_by
 from tunewell.data.batches import TokenizedDocuments
 from tunewell.data.corpus.reader import open_corpus
@@ -99,8 +99,6 @@ def eject(
 def _inputs(run: Path, *, allow_pickle: bool) -> RunInputs:
     """Return what the run was built from, for the CPU of this machine."""
     plan, loaded = read_plan(run), load_config(run / RUN_CONFIG)
-    if REDACTED in loaded.config.model_dump_json():
-        raise UserError("the run's config is incomplete: a secret was removed from it", where=str(run / RUN_CONFIG))
     if changes := content_changes(model := loaded.seen(plan.model), read_base(run) or BaseContent()):
         raise UserError(f"the base model `{model}` has changed since the run was started", where="; ".join(changes))
     folder = loaded.path(loaded.config.corpus)
@@ -173,10 +171,14 @@ def _write_data(folder: Path, parts: RunInputs) -> list[float]:
         _write(data / "held_out.arrow", parts.corpus.evaluated)
     write_lists(data / "steps.arrow", [{"documents": _as_lists(steps)}], ["documents"])
     events = (logged.get(number, {}) for number in range(1, _NUM_LOSSES + 1))
-    taken = takewhile(lambda event: math.isfinite(float(event.get("loss", "nan"))) and not event.get("was_skipped"), events)
-    losses = [float(event["loss"]) for event in taken]
+    losses = [float(event["loss"]) for event in takewhile(_is_repeatable, events)]
     (folder / "first_losses.json").write_text(stable_json(losses), encoding="utf-8")
     return losses
+
+
+def _is_repeatable(step: Mapping[str, Any]) -> bool:
+    """Return whether a logged step has a loss and changed the weights."""
+    return math.isfinite(float(step.get("loss", "nan"))) and not step.get("was_skipped")
 
 
 def _documents(parts: RunInputs) -> TokenizedDocuments:
