@@ -256,6 +256,13 @@ def test_texts_with_labels_are_asked_as_in_a_comparison(host, tiny_model, capsys
     assert json.loads(capsys.readouterr().out)["counts"][1]["right"] == 6
 
 
+def test_a_second_process_asks_only_what_the_first_has_not_asked(host):
+    """Two calls that were started together asked everything twice, one after the other."""
+    first, second = plan(host), plan(host)
+    assert record(first) == record(second) == 0
+    assert len(host.bodies) == NUM_ROWS == len(answers())
+
+
 def test_the_key_is_sent_and_never_written(host, monkeypatch):
     """The file is copied and kept for long; a key in it would be too."""
     monkeypatch.setenv("TUNEWELL_MODEL_KEY", KEY)

@@ -94,12 +94,15 @@ def record(plan: Recording, progress: ProgressListener = silent, *, owns_process
     plan.path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(FolderLock.take(lock, doing=f"recording answers in `{plan.path}`"))
-        is_new = not is_begun(plan.path)
+        # Another process may have asked some questions since the plan was made.
+        known = read_answers(plan.path).answers if is_begun(plan.path) else None
         log = stack.enter_context(EventLog(plan.path))
         signals = stack.enter_context(Signals(is_installed=owns_process))
-        if is_new:
+        if known is None:
             log.append(header_of(*_parts_of(plan.address), max_tokens=options.length))
         for number, (own, asked) in enumerate(plan.open.items()):
+            if own in (known or ()):
+                continue
             progress(Progress("asking the model", number, len(plan.open), "questions"))
             try:
                 answer = _asked(RemoteChat(plan.address, options), asked.text, signals, progress)
