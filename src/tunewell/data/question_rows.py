@@ -55,11 +55,11 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Sto
     files = find_files(path, base=base, options=options)
     source = with_found_labels(source, partial(parsed_rows, files, read))
     converter = Converter.of(source, FormatOptions(labels_of(source, partial(parsed_rows, files, read))))
-    rows = islice(parsed_rows(files, read), source.limit)
+    items = islice(parsed_rows(files, read), source.limit)
     if source.map is not None:
-        function, raw = load_row_function(source.map, batch=source.map_batch, base=base), list(rows)
-        rows = iter(function.apply(raw, range(1, len(raw) + 1), path))
-    for row in rows:
+        function, raw = load_row_function(source.map, batch=source.map_batch, base=base), list(items)
+        items = iter(function.apply(raw, range(1, len(raw) + 1), path))
+    for row in items:
         try:
             conversation = converter.convert(row)[0]
         except Rejected:

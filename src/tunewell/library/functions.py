@@ -149,7 +149,7 @@ def all_sets(sets: Sequence[str], settings: Settings | None) -> list[str]:
     return [*([sets] if isinstance(sets, str) else sets), *values]
 
 
-def text_of(path: ModelPath) -> str | None:
+def text_of(path: AnyModel) -> str | None:
     """Return a path as text, and None as it is. Raise UserError for an object that is no path."""
     if path is not None and not isinstance(path, str | os.PathLike):
         raise UserError(f"a {type(path).__name__} is not a path or a name", fix="pass a folder, a name or a result")
