@@ -60,6 +60,15 @@ def test_the_tokenizer_of_a_model_in_memory_is_found_or_asked_for(model):
     assert caught.value.fix == "pass `tokenizer=` too"
 
 
+def test_a_model_that_its_library_cannot_save_is_an_error_with_its_reason(model):
+    """The generation settings of some public models are invalid, and transformers refuses to save them."""
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.generation_config.temperature, loaded.generation_config.do_sample = 0.6, False
+    with pytest.raises(UserError, match="cannot be saved: GenerationConfig is invalid"):
+        tunewell.prepare(model=loaded, data=ROWS, progress=False)
+    assert not list(Path(".tunewell/models").iterdir())
+
+
 def test_splits_are_training_and_held_out_rows(model):
     """A test split that is trained on makes every score too good."""
     with pytest.warns(UserWarning, match="not used: `validation`"):
@@ -93,6 +102,8 @@ def test_a_formatting_function_has_the_single_or_the_batched_form():
         "prompt",
         "completion",
     }
+    dropped = formatted(ROWS, lambda one: None if one == ROWS[0] else single(one))
+    assert texts(dropped) == expected[1:]
     with pytest.raises(UserError, match="KeyError: 'nope'"):
         formatted(ROWS, lambda one: one["nope"])
     with pytest.raises(UserError, match="returned 3 rows"):
@@ -116,9 +127,13 @@ def test_settings_of_a_trainer_are_translated_or_refused(model):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"data": "question,answer\n" * 400}, "is a text of 6,400 characters, not a path"),
-        ({"model": "x" * 5000}, "is a text of 5,000 characters, not a path"),
-        ({"model": 3}, "`model` cannot be a int"),
+        ({"data": "question,answer\n" * 400}, "`data` cannot be a text of 6,400 characters"),
+        ({"data": ["x" * 300]}, "`data` cannot be a text of 300 characters"),
+        ({"data": "a\0b"}, "`data` cannot be a text of 3 characters"),
+        ({"data": {"question": ["a"], "answer": ["b"]}}, "`data` has no split `train`: `question`, `answer`"),
+        ({"model": "x" * 300}, "a path cannot be a text of 300 characters"),
+        ({"model": 3}, "a int is not a path or a name"),
+        ({"config": SFTConfig}, "a config is a file or a mapping, not type"),
         ({"config": 3}, "a config is a file or a mapping, not int"),
         ({"data": "rows.jsonl", "formatting_func": str}, "needs rows in memory"),
         ({"model": type("Adapter", (), dict.fromkeys(["save_pretrained", "config", "peft_config"]))()}, "PEFT adapter"),

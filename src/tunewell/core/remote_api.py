@@ -11,13 +11,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
-from email.utils import parsedate_to_datetime
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from tunewell.core.errors import UserError
-from tunewell.core.units import size_bytes
+from tunewell.core.units import duration, size_bytes
 
 MAX_LINE_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
@@ -119,13 +118,16 @@ class RemoteApi:
                     where=f"{self.url} -> {target[:200]}",
                     fix="if you trust that address, use it instead",
                 ) from None
+            after = error.headers.get("Retry-After", "")
+            wait = float(after) if after.isdecimal() else None
+            later = f"; the next try is in {duration(wait)}" if wait else ""
             rejected = (Unavailable if error.code in _BUSY else UserError)(
-                f"{self._what} rejected the request: status {error.code}",
+                f"{self._what} rejected the request: status {error.code}{later}",
                 where=detail or self.url,
                 fix=f"check the name of the model after `#`; a key is read from {self._key_variable}",
             )
             if isinstance(rejected, Unavailable):
-                rejected.wait_seconds = _seconds_of(error.headers.get("Retry-After"))
+                rejected.wait_seconds = wait
             raise rejected from None
         except (OSError, ValueError) as error:
             fix = f"check the address; a key is read from {self._key_variable}"
@@ -137,13 +139,3 @@ class RemoteApi:
     def _invalid(self, why: str) -> UserError:
         fix = "use the address of the API, such as `http://localhost:8080/v1#MODEL`"
         return UserError(f"the answer of {self._what} cannot be used: {why}", where=self.url, fix=fix)
-
-
-def _seconds_of(retry_after: str | None) -> float | None:
-    """Return the seconds of a `Retry-After`, which is a number or a date."""
-    try:
-        return max(0.0, float(retry_after or ""))
-    except ValueError:
-        with suppress(ValueError):
-            return max(0.0, parsedate_to_datetime(retry_after or "").timestamp() - time.time())
-    return None

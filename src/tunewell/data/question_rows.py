@@ -10,7 +10,7 @@ from typing import Any
 from tunewell.config.rules import Storage
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
-from tunewell.data.rows.classification import labels_of
+from tunewell.data.rows.classification import labels_of, with_found_labels
 from tunewell.data.rows.conversation import Message, Rejected
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
@@ -44,12 +44,13 @@ def read_questions(rows: str | SourceConfig, *, base: Path = _HERE, storage: Sto
         read = replace(read, format="messages")
     options = SourceOptions(storage or Storage(), source.config, source.split, has_limit=source.limit is not None)
     files = find_files(path, base=base, options=options)
+    source = with_found_labels(source, partial(parsed_rows, files, read))
     converter = Converter.of(source, FormatOptions(labels_of(source, partial(parsed_rows, files, read))))
-    rows = islice(parsed_rows(files, read), source.limit)
+    items = islice(parsed_rows(files, read), source.limit)
     if source.map is not None:
-        function, raw = load_row_function(source.map, batch=source.map_batch, base=base), list(rows)
-        rows = iter(function.apply(raw, range(1, len(raw) + 1), path))
-    for row in rows:
+        function, raw = load_row_function(source.map, batch=source.map_batch, base=base), list(items)
+        items = iter(function.apply(raw, range(1, len(raw) + 1), path))
+    for row in items:
         try:
             conversation = converter.convert(row)[0]
         except Rejected:

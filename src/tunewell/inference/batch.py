@@ -5,7 +5,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
@@ -15,7 +14,7 @@ from tunewell.inference.chat import Chat, ChatOptions
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.remote import RemoteChat
 from tunewell.inference.runtime import Runtime
-from tunewell.records.answers import question_id, read_answers
+from tunewell.records.answers import RecordedAnswers, question_id
 
 Message = str | Sequence[int]
 """The text of the user's message, or the token ids of the whole prompt."""
@@ -96,8 +95,8 @@ class ServerAnswerer(Answerer):
 class RecordedAnswerer(Answerer):
     """A file of recorded answers in place of a server."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = read_answers(path)
+    def __init__(self, file: RecordedAnswers) -> None:
+        self._file = file
 
     def fits(self, message: str) -> bool:
         return True
@@ -113,6 +112,4 @@ class RecordedAnswerer(Answerer):
                 fix="record them while the model lives: `tunewell compare --record "
                 f"{shlex.quote(str(self._file.path))} {self._file.url}#{self._file.model} --data ROWS`",
             )
-        found = [known[own] for own in ids]
-        texts = [line["answer"].strip() for line in found]
-        return Replies(texts, [], [], sum(float(line.get("seconds") or 0.0) for line in found))
+        return Replies([known[own][0] for own in ids], [], [], sum(known[own][1] for own in ids))

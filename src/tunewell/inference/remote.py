@@ -13,7 +13,6 @@ _KEY = "TUNEWELL_MODEL_KEY"
 _CONTEXT_TOKENS = 4096
 """Assumed, because the API does not report it."""
 _BYTES_PER_TOKEN = 3
-_COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 class RemoteChat:
@@ -45,22 +44,19 @@ class RemoteChat:
             if parts:
                 self.messages += [question, {"role": "assistant", "content": "".join(parts)}]
 
-    def whole_reply(self, text: str) -> tuple[str, str | None, dict[str, Any]]:
-        """Return the complete answer to a single message, why it ended, and the token counts of the server.
+    def whole_reply(self, text: str) -> tuple[str, str | None]:
+        """Return the complete answer to a single message, and why it ended.
 
         Unlike a stream, an answer that is cut off on the way is an error.
         """
         found = self._api.answer("chat/completions", self._body(text, is_streamed=False))
         try:
-            choice = found["choices"][0]
-            said = choice["message"].get("content") or ""
-            if not isinstance(said, str):
-                raise TypeError
-            usage = found.get("usage") or {}
-            counts = {name: usage[name] for name in _COUNTS if isinstance(usage.get(name), int)}
-            return said, choice.get("finish_reason"), counts
-        except (AttributeError, IndexError, KeyError, TypeError):
-            raise self._api.invalid_format() from None
+            [choice, *_] = found["choices"]
+            if isinstance(said := choice["message"].get("content") or "", str):
+                return said, choice.get("finish_reason")
+        except (AttributeError, KeyError, TypeError, ValueError):
+            pass
+        raise self._api.invalid_format()
 
     def _body(self, sent: str, *, is_streamed: bool) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ or of a batch of rows. `progress` is True, False (no output) or a function that 
 Workflows that need torch are imported when they are called, so that `prepare` works without torch.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -45,7 +46,6 @@ Formatter = Callable[[Any], Any]
 AnyConfig: TypeAlias = "ConfigLike | TrainingArguments"
 AnyModel: TypeAlias = "StrPath | PreTrainedModel | None"
 AnyTokenizer: TypeAlias = "StrPath | PreTrainedTokenizerBase | None"
-_MAX_PATH = 4096
 ModelPath = StrPath | None
 """A run, an adapter or a model: a path, a name or the result of `train`. None is the run of the current folder."""
 Data = StrPath | Iterable[Any] | None
@@ -64,23 +64,21 @@ def data_paths(data: Data, formatting_func: Formatter | None = None) -> list[str
     """Return the paths in `data`. Rows from memory are saved to a file named by their hash."""
     if data is None:
         return None
-    if formatting_func is not None:
-        if isinstance(data, str | os.PathLike) or (isinstance(data, Sequence) and data and isinstance(data[0], str)):
+    entries = [data] if isinstance(data, str | os.PathLike) else data
+    if isinstance(entries, Sequence) and entries and all(isinstance(entry, str | os.PathLike) for entry in entries):
+        if formatting_func is not None:
             what = "`formatting_func` needs rows in memory, and `data` is a path"
             raise UserError(what, fix="pass the rows, or set `map: FILE.py:FUNCTION` on the source of a config")
-        return [str(_save(formatted(list(_rows_of(data)), formatting_func)))]
-    if isinstance(data, str | os.PathLike):
-        return [_path_text(data, "data", "the rows are a text: write them to a file, or pass a list of dicts")]
-    if isinstance(data, Sequence) and data and all(isinstance(entry, str | os.PathLike) for entry in data):
-        return [os.fspath(entry) for entry in data]
-    return [str(_save(_rows_of(data)))]
+        return [_path_text(entry, "`data`", "write the rows to a file, or pass a list of dicts") for entry in entries]
+    rows = _rows_of(data)
+    return [str(_save(formatted(list(rows), formatting_func) if formatting_func is not None else rows))]
 
 
 def _rows_of(data: Any) -> Iterable[Any]:
     kind = f"{type(data).__module__.partition('.')[0]}.{type(data).__name__}"
     if kind == "pandas.DataFrame":
         return data.to_dict(orient="records")
-    if kind in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
+    if isinstance(data, Mapping):
         names = ", ".join(f"`{name}`" for name in data)
         raise UserError(f"`data` is a dataset with several splits: {names}", fix='choose one, e.g. `data["test"]`')
     if kind in ("datasets.Dataset", "datasets.IterableDataset") or isinstance(data, list | tuple):
@@ -151,17 +149,22 @@ def all_sets(sets: Sequence[str], settings: Settings | None) -> list[str]:
     return [*([sets] if isinstance(sets, str) else sets), *values]
 
 
-def text_of(path: ModelPath) -> str | None:
+def text_of(path: AnyModel) -> str | None:
     """Return a path as text, and None as it is. Raise UserError for an object that is no path."""
     if path is not None and not isinstance(path, str | os.PathLike):
         raise UserError(f"a {type(path).__name__} is not a path or a name", fix="pass a folder, a name or a result")
-    return None if path is None else _path_text(path, "model", "pass a name, a folder or a file")
+    return None if path is None else _path_text(path, "a path", "pass a name, a folder or a file")
 
 
 def _path_text(path: StrPath, what: str, fix: str) -> str:
+    """Return a path as text; raise UserError if no disk accepts it."""
     text = os.fspath(path)
-    if "\n" in text or len(text) > _MAX_PATH:
-        raise UserError(f"`{what}` is a text of {count(len(text), 'character')}, not a path", fix=fix)
+    try:
+        os.lstat(text)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            size = count(len(text), "character")
+            raise UserError(f"{what} cannot be a text of {size}: no disk accepts it as a name", fix=fix) from None
     return text
 
 
@@ -178,12 +181,11 @@ def load_inputs(
     """Return the config of a call. Models, tokenizers and rows from memory are saved to files first."""
     if isinstance(data, Mapping):
         data, test = splits_of(data)
-        held_out = data_paths(test, formatting_func) if test is not None else None
-        fixed = [*fixed, *(as_sets(**{"data.held_out": held_out[0]}) if held_out else [])]
-    name = model if model is None or isinstance(model, str | os.PathLike) else model_name(model)
+        fixed = [*fixed, *as_sets(**{"data.held_out": next(iter(data_paths(test, formatting_func) or ()), None)})]
+    name = model_name(model) if hasattr(model, "save_pretrained") else text_of(model)
     fixed = [*as_sets(tokenizer=tokenizer_name(tokenizer, model)), *fixed]
     paths = data_paths(data, formatting_func)
-    return load_for_run(config_of(config), fixed, is_resuming=is_resuming, model=text_of(name), data=paths)
+    return load_for_run(config_of(config), fixed, is_resuming=is_resuming, model=name, data=paths)
 
 
 def train(
@@ -211,8 +213,15 @@ def train(
     before the first step for problems that the caller can fix. After the first step, checkpoints stay on disk.
     """
     fixed = [*as_sets(run=text_of(out)), *index_sets(text_of(index)), *all_sets(sets, settings)]
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
-    loaded = load_inputs(config, fixed, is_resuming=resume, **given)
+    loaded = load_inputs(
+        config,
+        fixed,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        formatting_func=formatting_func,
+        is_resuming=resume,
+    )
     changes = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     options = RunOptions(is_resuming=resume, allowed_changes=changes, allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:
@@ -255,8 +264,14 @@ def rehearse(
     """
     from tunewell.workflows.rehearse import rehearse as run_rehearsal
 
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
-    loaded = load_inputs(config, all_sets(sets, settings), **given)
+    loaded = load_inputs(
+        config,
+        all_sets(sets, settings),
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        formatting_func=formatting_func,
+    )
     with shown(progress) as show:
         return run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show)
 
@@ -281,8 +296,14 @@ def plan(
     from tunewell.workflows.plan import PlanOptions
     from tunewell.workflows.plan import plan as run_plan
 
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
-    loaded = load_inputs(config, all_sets(sets, settings), **given)
+    loaded = load_inputs(
+        config,
+        all_sets(sets, settings),
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        formatting_func=formatting_func,
+    )
     with shown(progress) as show:
         return run_plan(loaded, PlanOptions(measure, [gpus] if isinstance(gpus, str) else gpus), progress=show)
 
@@ -300,8 +321,14 @@ def prepare(
     progress: Show = True,
 ) -> PrepareResult:
     """Build a corpus from rows, in the folder `out`. An up-to-date corpus is reused."""
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "formatting_func": formatting_func}
-    loaded = load_inputs(config, [*as_sets(corpus=text_of(out)), *all_sets(sets, settings)], **given)
+    loaded = load_inputs(
+        config,
+        [*as_sets(corpus=text_of(out)), *all_sets(sets, settings)],
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        formatting_func=formatting_func,
+    )
     with shown(progress) as show:
         return run_prepare(loaded, progress=show)
 

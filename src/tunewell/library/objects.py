@@ -8,13 +8,14 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import make_private, publish_folder, sha256_file, sha256_text
+from tunewell.core.text import shorten_line
 from tunewell.data.rows.functions import RowFunction
 
 MODELS_FOLDER = Path(".tunewell") / "models"
@@ -30,17 +31,13 @@ _ALWAYS = (
 
 def model_name(model: Any) -> str:
     """Return the folder of a transformers model; raise UserError for an adapter or a quantised model."""
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-        raise UserError(
-            f"`model` cannot be a {type(model).__name__}", fix="pass a name, a folder or a transformers model"
-        )
     if hasattr(model, "peft_config"):
         raise UserError(
             "`model` is a PEFT adapter",
             fix='save it with `save_pretrained(FOLDER)`, and pass its base model and `settings={"method.adapter": '
             "FOLDER}`; or pass `model.merge_and_unload()`",
         )
-    if getattr(model.config, "quantization_config", None) is not None:
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise UserError(
             "`model` is quantised, so it cannot be saved as it is",
             fix='pass its name, and `settings={"method.quantize": "nf4"}`',
@@ -62,7 +59,11 @@ def _saved(thing: Any) -> str:
     make_private(MODELS_FOLDER)
     with tempfile.TemporaryDirectory(dir=MODELS_FOLDER) as place:
         staged = Path(place) / "saved"
-        thing.save_pretrained(staged)
+        try:
+            thing.save_pretrained(staged)
+        except Exception as error:
+            what = f"the {type(thing).__name__} cannot be saved: {shorten_line(str(error), 300)}"
+            raise UserError(what, fix="correct it; or pass the name or the folder that it was loaded from") from error
         hashes = [f"{file.name} {sha256_file(file)}" for file in sorted(staged.rglob("*")) if file.is_file()]
         folder = MODELS_FOLDER / sha256_text(*hashes)[:16]
         if not folder.exists():
@@ -78,7 +79,8 @@ def splits_of(data: Mapping[str, Any]) -> tuple[Any, Any]:
         [train] = data
     if train is None:
         listed = ", ".join(f"`{name}`" for name in data)
-        raise UserError(f"`data` has no split `train`: {listed}", fix='choose one, e.g. `data["default"]`')
+        fix = 'pass `{"train": ROWS, "test": ROWS}`, one of the splits, or a list of dicts'
+        raise UserError(f"`data` has no split `train`: {listed or 'it is empty'}", fix=fix)
     test = next((names[name] for name in _TEST if name in names), None)
     if left := [f"`{name}`" for name in data if name not in (train, test)]:
         warnings.warn(f"splits of `data` that are not used: {', '.join(left)}", stacklevel=4)
@@ -87,33 +89,23 @@ def splits_of(data: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def formatted(rows: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
     """Return rows as a `formatting_func` gives them: of one row, or of a batch of columns as in older TRL."""
-    name, numbers = getattr(function, "__name__", "formatting_func"), range(1, len(rows) + 1)
-    batch = None
+    convert = RowFunction(function, getattr(function, "__name__", "formatting_func"), None, "")
     try:
-        found = function(dict(rows[0]))
-        if not isinstance(found, str) and not (isinstance(found, Mapping) and not _is_columns(found)):
-            batch = _BATCH
-    except Exception:  # noqa: BLE001  a function for batches may fail on one row
-        batch = _BATCH
-    return RowFunction(function, name, batch, "").apply(list(rows), numbers, "data")
-
-
-def _is_columns(found: Mapping[str, Any]) -> bool:
-    """Return whether the result for one row has lists of texts, as a function for batches returns."""
-    return all(isinstance(own, list) and all(isinstance(one, str) for one in own) for own in found.values())
+        convert.apply(deepcopy(list(rows[:1])), [1], "data")
+    except UserError:  # a function for batches fails on one row, or makes several texts of it
+        convert = replace(convert, batch=_BATCH)
+    made = convert.apply(list(rows), range(1, len(rows) + 1), "data")
+    return [row for row in made if row is not None]
 
 
 def config_of(config: Any) -> Any:
     """Return an `SFTConfig` or `TrainingArguments` as a config in its own names; other configs unchanged."""
-    if not (is_dataclass(config) and hasattr(config, "per_device_train_batch_size")):
+    if isinstance(config, type) or not hasattr(config, "per_device_train_batch_size"):
         return config
-    config, known = cast(Any, config), fields(config)
-    kept = {name: getattr(config, name) for name in ("output_dir", "bf16", "fp16", "use_cpu")}
-    plain = type(config)(**kept)
-    given = {own.name: getattr(config, own.name) for own in known if own.init}
-    changed = {name: value for name, value in given.items() if value != getattr(plain, name) or name in _ALWAYS}
+    given = config.to_dict()
+    plain = type(config)(**{name: given[name] for name in ("output_dir", "bf16", "fp16", "use_cpu")}).to_dict()
+    changed = {name: value for name, value in given.items() if value != plain[name] or name in _ALWAYS}
     # `SFTConfig` sets `bf16` by itself, so only a precision that its class does not choose is the caller's.
-    automatic = next(own.default for own in known if own.name == "bf16") is None and config.bf16
-    precision = {} if automatic else {"bf16": config.bf16, "fp16": config.fp16}
-    found = {name: value.value if isinstance(value, Enum) else value for name, value in (changed | precision).items()}
-    return json.loads(json.dumps(found, default=str))
+    is_chosen = type(config).bf16 is not None or not config.bf16
+    precision = {name: given[name] for name in ("bf16", "fp16") if is_chosen}
+    return json.loads(json.dumps(changed | precision, default=str))

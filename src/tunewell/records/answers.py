@@ -18,12 +18,17 @@ _HEAD_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RecordedAnswers:
-    """The answers of one model by the id of their question."""
+    """The answers of one model, and the seconds that each took, by the id of their question."""
 
     path: Path
     model: str
     url: str
-    answers: dict[str, dict[str, Any]]
+    answers: dict[str, tuple[str, float]]
+
+
+def is_begun(path: Path) -> bool:
+    """Return whether there is something at a path. A process may have been killed before it wrote the first line."""
+    return path.exists() and path.stat().st_size > 0
 
 
 def question_id(question: str) -> str:
@@ -49,13 +54,13 @@ def is_answers_file(path: Path) -> bool:
 
 def read_answers(path: Path) -> RecordedAnswers:
     """Read a file of recorded answers; raise UserError if it is another file or damaged."""
-    if not is_answers_file(path):
+    if not is_answers_file(path) or not (lines := read_events(path)):
         raise UserError(f"`{path}` has no recorded answers", fix="name a file of `tunewell compare --record FILE`")
-    head, *lines = read_events(path)
+    head, *lines = lines
     if head.get("format_version") != _VERSION:
         raise UserError(f"`{path}` was written by a newer version of tunewell", fix="update tunewell")
     try:
-        found = {line["id"]: line for line in lines if isinstance(line["answer"], str)}
+        found = {line["id"]: (line["answer"].strip(), float(line["seconds"])) for line in lines}
         return RecordedAnswers(path, str(head["model"]), str(head["url"]), found)
-    except (KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"`{path}` is damaged", fix="restore it, or record the answers again") from None

@@ -18,6 +18,7 @@ from tunewell.cli.main import main
 from tunewell.core.errors import UserError
 from tunewell.features.compare import record as recording
 from tunewell.features.compare.record import plan_recording, record
+from tunewell.records.answers import header_of
 
 NUM_ROWS = 40
 KEY = "sk-test-9f8e7d6c5b4a39281706f5e4d3c2b1a0"
@@ -34,6 +35,7 @@ class Host(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.seconds = 0.0
+        self.says: str | None = None
         self.faults: list[tuple[int, dict[str, str], bytes]] = []
         """Status, headers and body of the next replies."""
 
@@ -53,7 +55,7 @@ class Reply(BaseHTTPRequestHandler):
         if host.faults:
             status, headers, data = host.faults.pop(0)
         time.sleep(host.seconds)
-        said = f"It is {9000 + 17 * (int(asked.strip('R?')) // 2 * 2)}."  # right for even numbers
+        said = host.says or f"It is {9000 + 17 * (int(asked.strip('R?')) // 2 * 2)}."  # right for even numbers
         if not data and status == 200:
             data = json.dumps({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}).encode()
             if body["stream"]:
@@ -171,6 +173,7 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_ends_with_what_is_there(
     host.faults = [
         (429, {"Retry-After": "0"}, b"slow down"),
         (503, {}, b""),
+        (429, {"Retry-After": "inf"}, b""),
         (429, {"Retry-After": "Wed, 01 Jan 2020 00:00:00 GMT"}, b""),
     ]
     assert record(plan(host)) == 0
@@ -211,16 +214,53 @@ def test_files_of_other_models_and_other_files_are_refused(host, capsys):
     for words in (["--record", "rows.jsonl"], ["--record", "new.jsonl", "--data", "missing.jsonl"]):
         assert main(["compare", host.address, "--data", "rows.jsonl", *words, "--yes"]) == 2, words
     assert main([*command, "--questions", "2", "--yes"]) == 2 and main([*command, "--index", "i"]) == 2
+    assert main([*command, "--labels", "rows.jsonl", "--yes"]) == 2 and main([*command, "--out", "o", "--yes"]) == 2
     assert main(["compare", "--record", "new.jsonl"]) == 2 and main(["compare", "--record", "n", "a", "b"]) == 2
     capsys.readouterr()
     Path("answers.jsonl").write_text(Path("answers.jsonl").read_text() + '{"id": "cut o')
     assert main([*command[:-1], "rows.jsonl#5", "--yes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) | {"file": ""} == {
-        **{"format_version": 1, "file": "", "questions": 5, "left": 0, "others": 0}
+        **{"format_version": 1, "file": "", "questions": 5, "left": 0}
     }
     assert len(answers()) == 5
-    assert main([*command[:-1], "rows.jsonl#2"]) == 0
-    assert "3 answers to questions that are not in the rows" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_of_the_user_is_never_overwritten(host, capsys):
+    """A JSON file without a line break was taken for a log that had not begun, and emptied."""
+    Path("folder").mkdir()
+    Path("mine.json").write_text('{"my": "settings"}')
+    for name in ("mine.json", "folder", "rows.jsonl"):
+        before = Path(name).read_bytes() if name != "folder" else b""
+        assert main(["compare", "--record", name, host.address, "--data", "rows.jsonl", "--yes"]) == 2
+        assert "has no recorded answers" in capsys.readouterr().err and not host.bodies
+        assert name == "folder" or Path(name).read_bytes() == before
+    Path("answers.jsonl").write_text('{"format": "tunewell-answers"}')
+    with pytest.raises(UserError, match="no recorded answers"):
+        plan(host)
+    line = '{"id": "a", "answer": "b", "seconds": "soon"}\n'
+    Path("answers.jsonl").write_text(json.dumps(header_of("u", "m")) + "\n" + line)
+    with pytest.raises(UserError, match="is damaged"):
+        plan(host)
+
+
+def test_texts_with_labels_are_asked_as_in_a_comparison(host, tiny_model, capsys):
+    """The rows were read without the rule for texts with labels, so they had no question."""
+    rows = [{"text": f"R{n}? is the text", "label": ("even", "odd")[n % 2]} for n in range(12)]
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    host.says = "even"
+    command = ["compare", "--record", "with space.jsonl", host.address, "--data", "labels.jsonl", "--yes"]
+    assert main(command) == 0 and len(host.bodies) == 12
+    assert "compare 'with space.jsonl' RUN" in capsys.readouterr().out
+    model = str(write_parrot(Path("says"), tiny_model, "9034"))
+    assert main(["compare", model, "with space.jsonl", "--data", "labels.jsonl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"][1]["right"] == 6
+
+
+def test_a_second_process_asks_only_what_the_first_has_not_asked(host):
+    """Two calls that were started together asked everything twice, one after the other."""
+    first, second = plan(host), plan(host)
+    assert record(first) == record(second) == 0
+    assert len(host.bodies) == NUM_ROWS == len(answers())
 
 
 def test_the_key_is_sent_and_never_written(host, monkeypatch):

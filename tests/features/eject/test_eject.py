@@ -1,10 +1,13 @@
 """The ejected folder: its script has the losses of the run without tunewell, and what cannot be ejected is named."""
 
+import ast
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -134,7 +137,7 @@ def test_a_run_without_a_finished_step_can_be_ejected(run, capsys):
     for name in ("events.jsonl", "outcome.json"):
         (run / name).unlink()
     assert main(["eject", str(run), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["losses"] == 0
+    assert json.loads(capsys.readouterr().out)["num_losses"] == 0
 
 
 def test_what_cannot_be_ejected_is_named(run, tmp_path, capsys):
@@ -145,6 +148,10 @@ def test_what_cannot_be_ejected_is_named(run, tmp_path, capsys):
     assert main(["eject", str(run)]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "`train.optimizer: galore` cannot be ejected" in shown and "adamw8bit" in shown
+    (run / "config.yaml").write_text("engine: trl\n" + config)
+    assert main(["eject", str(run)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "`engine: trl` cannot be ejected: TRL has chosen the order" in shown and "engine: native" in shown
     (run / "config.yaml").write_text(config)
     rows_file(tmp_path / "rows.jsonl", 50)
     tunewell.prepare(model=tmp_path / "model", data="rows.jsonl", progress=False)
@@ -163,6 +170,31 @@ def test_an_order_that_the_run_did_not_have_is_refused(run, capsys):
     (run / "plan.json").write_text(json.dumps(plan | {"seed": 7}))
     assert main(["eject", str(run)]) == 2
     assert "the order of the rows cannot be repeated: step 1" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_path_in_any_script_is_found_by_the_script(tmp_path, tiny_model, monkeypatch, capsys):
+    """A JSON text is not a Python text: it writes a smiley as two halves, and the script found no model."""
+    folder = tmp_path / "my \U0001f600 'models'"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    run = train(folder, tiny_model, **{"train.max_steps": 1})
+    assert main(["eject", str(run), "--out", "my script"]) == 0
+    assert "pip install -r 'my script'/requirements.txt" in " ".join(capsys.readouterr().out.split())
+    line = next(line for line in Path("my script/train.py").read_text().splitlines() if line.startswith("MODEL = "))
+    assert Path(ast.literal_eval(line.removeprefix("MODEL = "))) == (folder / "model").resolve()
+
+
+def test_an_expert_is_not_a_layer(tmp_path, tiny_model, monkeypatch):
+    """`layers.0.mlp.experts.1` was trained with `method.layers: [1]`."""
+    monkeypatch.chdir(tmp_path)
+    run = train(tmp_path, tiny_model, **{"train.max_steps": 1, "method.kind": "full", "method.layers": [1]})
+    eject(run, out="out")
+    script = Path("out/train.py").read_text()
+    block = script[script.index("for name, weight in model") : script.index("model.get_input_embeddings")]
+    names = ["model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.experts.1.w1.weight", "lm_head.weight"]
+    weights = {name: SimpleNamespace() for name in names}
+    exec(block, {"re": re, "model": SimpleNamespace(named_parameters=weights.items)})  # noqa: S102  our own script
+    assert [weights[name].requires_grad for name in names] == [True, False, False] and "import re\n" in script
 
 
 def test_names_and_losses_cannot_change_the_script(run, tmp_path):

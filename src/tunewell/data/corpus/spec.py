@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,7 +17,7 @@ from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count, listed
 from tunewell.core.version import made_by
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
-from tunewell.data.rows.classification import find_labels, is_numeric, labels_of
+from tunewell.data.rows.classification import labels_of, with_found_labels
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import (
@@ -40,8 +39,6 @@ HELD_OUT_FILE = -1
 NO_SHARE = -2
 """Source index of all sources without a `share`."""
 _NUM_ADVISED, _NUM_NAMED = 2, 3
-_SAMPLE_ROWS = 1000
-"""First rows of a source that show whether they are texts with labels."""
 
 
 @dataclass
@@ -112,14 +109,15 @@ def require_model_and_data(loaded: LoadedConfig) -> None:
 def with_labels(loaded: LoadedConfig, progress: ProgressListener = silent) -> LoadedConfig:
     """Return a config whose sources of texts with labels have the format `classification`, as `init` writes it."""
     config, sources = loaded.config, list(loaded.config.data.sources)
+
+    def rows(index: int) -> Iterator[Any]:
+        files = find_files(sources[index].path, base=loaded.base, options=source_options(config, index, progress))
+        return parsed_rows(files, read_options(config.data, index))
+
     for index, source in enumerate(sources):
-        if source.format == "auto" and not (source.map or source.columns or _find_tokenized(source.path, loaded.base)):
-            with suppress(UserError):  # raised again when the rows are read
-                files = find_files(source.path, base=loaded.base, options=source_options(config, index, progress))
-                rows = partial(parsed_rows, files, read_options(config.data, index))
-                if labels := find_labels(list(islice(rows(), _SAMPLE_ROWS)), rows()):
-                    named = {"labels": labels} if is_numeric(labels) else {}
-                    sources[index] = source.model_copy(update=named | {"format": "classification"})
+        with suppress(UserError):  # raised again when the rows are read
+            if not _find_tokenized(source.path, loaded.base):
+                sources[index] = with_found_labels(source, partial(rows, index))
     changes = {} if tuple(sources) == config.data.sources else {"data.sources": tuple(sources)}
     return replace(loaded, config=with_changes(config, changes))
 

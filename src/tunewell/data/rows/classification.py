@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from tunewell.config.schema import SourceConfig
@@ -13,6 +14,8 @@ from tunewell.data.rows.formats import FormatOptions, read_text
 
 _MAX_LABELS = 200
 """Every question lists all labels. With more labels, the list would be longer than most texts."""
+_SAMPLE_ROWS = 1000
+"""First rows of a source that show whether they are texts with labels."""
 
 
 def convert_classification(row: dict[str, Any], options: FormatOptions) -> Conversation:
@@ -74,6 +77,18 @@ def labels_of(source: SourceConfig, rows: Callable[[], Iterable[Any]]) -> tuple[
     if source.format != "classification" or source.labels:
         return source.labels
     return collect_labels(rows(), source.columns, source.path)
+
+
+def with_found_labels(source: SourceConfig, rows: Callable[[], Iterable[Any]]) -> SourceConfig:
+    """Return a source of texts with labels with the format `classification`, as `init` writes it; others unchanged."""
+    if source.format != "auto" or source.map or source.columns:
+        return source
+    found = iter(rows())
+    first = list(islice(found, _SAMPLE_ROWS))
+    if not (labels := find_labels(first, chain(first, found))):
+        return source
+    named = {"labels": labels} if is_numeric(labels) else {}
+    return source.model_copy(update=named | {"format": "classification"})
 
 
 def find_labels(first: Sequence[Any], rows: Iterable[Any]) -> tuple[str, ...]:

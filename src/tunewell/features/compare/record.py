@@ -4,24 +4,25 @@ Each answer is on disk before the next question is sent, so a killed process los
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import load_config
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, open_file
+from tunewell.core.files import FolderLock
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.remote_api import Unavailable
 from tunewell.core.units import duration
 from tunewell.data.question_rows import Question, read_questions
 from tunewell.data.row_statistics import estimate_tokens
+from tunewell.data.sources.base import split_limit
 from tunewell.inference.chat_options import ChatOptions
 from tunewell.inference.remote import RemoteChat
-from tunewell.records.answers import header_of, question_id, read_answers
+from tunewell.records.answers import header_of, is_begun, question_id, read_answers
 from tunewell.records.events import EventLog
 from tunewell.scoring.questions import answer_length
 from tunewell.training.signals import Signals
@@ -32,19 +33,14 @@ _SPARE = 2
 _FIRST_WAIT, _LONGEST_WAIT, _MAX_TRIES, _TICK = 1.0, 600.0, 8, 0.2
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recording:
-    """The questions of some rows, and which of them a file answers."""
+    """The questions of some rows, and those of them that a file does not answer yet, by id."""
 
     path: Path
     address: str
-    rows: str
     questions: dict[str, Question]
-    """By id."""
-    open: list[str] = field(default_factory=list[str])
-    """The ids of those without an answer."""
-    num_others: int = 0
-    """Answers in the file to other questions."""
+    open: dict[str, Question]
 
     @property
     def length(self) -> int:
@@ -55,11 +51,11 @@ class Recording:
     @property
     def tokens(self) -> tuple[int, int]:
         """Estimated tokens of the open questions, and of answers as long as the references."""
-        asked = [self.questions[own] for own in self.open]
+        asked = self.open.values()
         return sum(estimate_tokens(one.text) for one in asked), sum(estimate_tokens(one.reference) for one in asked)
 
 
-def plan_recording(path: Path, models: Sequence[str], data: Sequence[str] | None) -> Recording:
+def plan_recording(path: Path, models: Sequence[str], data: Sequence[str]) -> Recording:
     """Return what is to be asked. Nothing is sent. Raises UserError if the file has the answers of another model."""
     if len(models) != 1 or not data:
         raise UserError(
@@ -67,15 +63,14 @@ def plan_recording(path: Path, models: Sequence[str], data: Sequence[str] | None
             fix=f"`tunewell compare --record {path} URL#MODEL --data rows.jsonl`",
         )
     RemoteChat(models[0], ChatOptions())  # raises UserError for an address without a model
-    loaded = load_config()
-    like = loaded.config.data.sources[0].model_dump(exclude_unset=True) if loaded.config.data.sources else {}
+    sources = load_config().config.data.sources
+    like = sources[0].model_dump(exclude_unset=True) if sources else {}
     found: dict[str, Question] = {}
-    for one in data:
-        named = SourceConfig.model_validate(one).model_dump(exclude_unset=True)
-        source = SourceConfig.model_validate({**like, "limit": None, **named})
+    for name, limit in map(split_limit, data):
+        source = SourceConfig.model_validate(like | {"path": name, "limit": limit})
         found |= {question_id(asked.text): asked for asked in read_questions(source)}
-    known: set[str] = set()
-    if _is_begun(path):
+    known: Collection[str] = ()
+    if is_begun(path):
         recorded = read_answers(path)
         if (recorded.url, recorded.model) != _parts_of(models[0]):
             raise UserError(
@@ -83,9 +78,8 @@ def plan_recording(path: Path, models: Sequence[str], data: Sequence[str] | None
                 where=f"asked for `{models[0]}`",
                 fix="name another file for this model",
             )
-        known = set(recorded.answers)
-    left = [own for own in found if own not in known]
-    return Recording(path, models[0], ", ".join(data), found, left, len(known - found.keys()))
+        known = recorded.answers
+    return Recording(path, models[0], found, {own: asked for own, asked in found.items() if own not in known})
 
 
 def record(plan: Recording, progress: ProgressListener = silent, *, owns_process: bool = False) -> int:
@@ -100,19 +94,21 @@ def record(plan: Recording, progress: ProgressListener = silent, *, owns_process
     plan.path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(FolderLock.take(lock, doing=f"recording answers in `{plan.path}`"))
-        is_new = not _is_begun(plan.path)
+        # Another process may have asked some questions since the plan was made.
+        known = read_answers(plan.path).answers if is_begun(plan.path) else None
         log = stack.enter_context(EventLog(plan.path))
         signals = stack.enter_context(Signals(is_installed=owns_process))
-        if is_new:
-            log.append(header_of(*_parts_of(plan.address), max_tokens=options.length, temperature=options.temperature))
-        for number, own in enumerate(plan.open):
+        if known is None:
+            log.append(header_of(*_parts_of(plan.address), max_tokens=options.length))
+        for number, (own, asked) in enumerate(plan.open.items()):
+            if own in (known or ()):
+                continue
             progress(Progress("asking the model", number, len(plan.open), "questions"))
-            asked = plan.questions[own]
             try:
-                answer = _asked(plan, asked.text, options, signals, progress)
+                answer = _asked(RemoteChat(plan.address, options), asked.text, signals, progress)
             except UserError as error:
-                fix = f"the answers so far are in `{plan.path}`, and the same command goes on; {error.fix}"
-                raise UserError(error.what, where=error.where, fix=fix) from error
+                error.fix = f"the answers so far are in `{plan.path}`, and the same command goes on; {error.fix}"
+                raise
             if answer is not None:
                 log.append({"id": own, "question": asked.text, "reference": asked.reference, **answer})
                 log.sync()
@@ -121,38 +117,26 @@ def record(plan: Recording, progress: ProgressListener = silent, *, owns_process
     return 0
 
 
-def _is_begun(path: Path) -> bool:
-    """Return whether a file has its first line. A process may have been killed before it was written."""
-    if not path.exists():
-        return False
-    with open_file(path) as file:
-        return b"\n" in file.readline()
-
-
 def _parts_of(address: str) -> tuple[str, str]:
     url, _, model = address.partition("#")
     return url.rstrip("/"), model
 
 
-def _asked(
-    plan: Recording, text: str, options: ChatOptions, signals: Signals, progress: ProgressListener
-) -> dict[str, Any] | None:
+def _asked(model: RemoteChat, text: str, signals: Signals, progress: ProgressListener) -> dict[str, Any] | None:
     """Return the answer of the model, or None after a signal. A busy server is asked again, as it wishes."""
-    wait = _FIRST_WAIT
-    for tries in range(1, _MAX_TRIES + 1):
+    wait, tries = _FIRST_WAIT, 0
+    while not signals.asked:
         began = time.monotonic()
         try:
-            answer, end, counts = RemoteChat(plan.address, options).whole_reply(text)
-            return {"answer": answer, "end": end, **counts, "seconds": round(time.monotonic() - began, 3)}
+            answer, end = model.whole_reply(text)
+            return {"answer": answer, "end": end, "seconds": round(time.monotonic() - began, 3)}
         except Unavailable as error:
+            tries += 1
             seconds = wait if error.wait_seconds is None else error.wait_seconds
             if tries == _MAX_TRIES or seconds > _LONGEST_WAIT:
-                later = f"; the next try is in {duration(seconds)}" if seconds > _LONGEST_WAIT else ""
-                raise UserError(error.what + later, where=error.where, fix=error.fix) from error
-            progress(Progress(f"the server is busy: waiting {duration(seconds)}"))
+                raise
+            progress(Progress(f"{error.what}: waiting {duration(seconds)}"))
         until, wait = time.monotonic() + seconds, min(2 * wait, _LONGEST_WAIT)
         while time.monotonic() < until and not signals.asked:
             time.sleep(_TICK)
-        if signals.asked:
-            return None
     return None

@@ -12,7 +12,7 @@ from tunewell.features.compare.measure import Exam, measure_alone, measure_with_
 from tunewell.inference.batch import Answerer, ModelAnswerer, RecordedAnswerer, ServerAnswerer
 from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.inference.model_ref import ModelRef
-from tunewell.records.answers import is_answers_file
+from tunewell.records.answers import RecordedAnswers
 from tunewell.runs.state import StoredRun
 
 TRAINING, INDEX = "training", "index"
@@ -26,6 +26,7 @@ class Subject:
     ref: ModelRef | None
     """None for a server, and for its recorded answers."""
     address: str
+    recorded: RecordedAnswers | None = None
 
 
 @dataclass
@@ -53,15 +54,9 @@ class ColumnSession:
         """Yield the columns of a subject: its base model, unless it is measured already, and itself."""
         ref = subject.ref
         if ref is None:
-            if is_answers_file(Path(subject.address)):
-                recorded = RecordedAnswerer(Path(subject.address))
-                column = measure_alone(subject.name, recorded, self.exam, is_own=False, progress=self.progress)
-                yield self._with_cost(column, 0.0)
-                if self.indexes:
-                    self.notes.append(f"{subject.name}: its answers were recorded without passages")
-                return
-            server = ServerAnswerer(subject.address, length=self.exam.answer_tokens)
-            yield from self._asked(subject.name, server, is_own=False)
+            kept, length = subject.recorded, self.exam.answer_tokens
+            other = ServerAnswerer(subject.address, length=length) if kept is None else RecordedAnswerer(kept)
+            yield from self._asked(subject.name, other, is_own=False)
             return
         self.progress(Progress(f"loading {subject.name}"))
         is_trained, is_own = ref.kind != "model", self._has_tokens_of_exam(ref)
@@ -108,6 +103,9 @@ class ColumnSession:
         if not (is_open_book and self.indexes):
             column = measure_alone(name, model, self.exam, is_own=is_own, needs=needs, progress=self.progress)
             yield self._with_cost(column, seconds)
+        if self.indexes and isinstance(model, RecordedAnswerer):
+            self.notes.append(f"{name}: its answers were recorded without passages")
+            return
         for index in self.indexes:
             total = None if seconds is None or index.seconds is None else seconds + index.seconds
             column = measure_with_passages(

@@ -103,13 +103,14 @@ def _subjects(names: Sequence[str | Path]) -> list[Subject]:
         raise UserError("a run or model is named twice", fix="name each once")
     subjects = []
     for name in names or [None]:
-        label, ref = str(name).rpartition("#")[2] or str(name), None
+        label, ref, recorded = str(name).rpartition("#")[2] or str(name), None, None
         if name is not None and is_answers_file(Path(name)):
-            label = read_answers(Path(name)).model
+            recorded = read_answers(Path(name))
+            label = recorded.model
         elif name is None or not is_url(str(name)):
             ref = resolve_model(name)
             label = ref.path.resolve().name if ref.path is not None else ref.name
-        subjects.append(Subject(label, ref, str(name)))
+        subjects.append(Subject(label, ref, str(name), recorded))
     labels = [subject.name for subject in subjects]
     return [one if labels.count(one.name) == 1 else replace(one, name=one.address) for one in subjects]
 

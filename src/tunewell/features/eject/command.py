@@ -1,5 +1,6 @@
 """`tunewell eject`: write a run as a script for transformers, PEFT and TRL."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -26,14 +27,13 @@ def command(
         done = eject(run, out=out, allow_pickle=allow_pickle, progress=progress)
     folder = done.folder
     if json:
-        about = {"model": done.model, "steps": done.num_steps, "losses": done.num_losses, "notes": done.notes}
-        emit(json_text({"folder": str(folder), **about}))
+        emit(json_text({**vars(done), "folder": str(folder)}))
         return
-    model = "`model/` in this folder" if done.model == "model" else f"`{done.model}`"
     rows = [
         ["script", f"`{folder / 'train.py'}`, {count(done.num_steps, 'step')}"],
-        ["model", model],
+        ["model", f"`{folder / 'model' if done.model == 'model' else done.model}`"],
         ["rows", f"`{folder / 'data'}`, tokenised, in the order of the run"],
     ]
     emit("\n".join([folded_table(rows), *(hanging("note: ", note) for note in done.notes)]))
-    emit(hanging("next: ", f"`pip install -r {folder}/requirements.txt`, then `python {folder}/train.py --check`"))
+    name = shlex.quote(str(folder))
+    emit(hanging("next: ", f"`pip install -r {name}/requirements.txt`, then `python {name}/train.py --check`"))

@@ -1,12 +1,13 @@
 """`tunewell eject`: write a folder with a script, the tokenised rows and the first weights of a run."""
 
-import json
 import math
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json, publish_folder, read_data, read_text, require_output_path, stable_json
 from tunewell.core.html import render
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.core.redact import REDACTED
 from tunewell.core.version import made_by
 from tunewell.data.batches import TokenizedDocuments
 from tunewell.data.corpus.reader import open_corpus
@@ -29,7 +29,7 @@ from tunewell.methods.base import AdapterMethod
 from tunewell.model_files.files import locate
 from tunewell.model_files.presets import is_preset
 from tunewell.models.base_content import content_changes
-from tunewell.models.load import load_model
+from tunewell.models.load import DTYPES, load_model
 from tunewell.planning.plan import make_order
 from tunewell.planning.recommendation import with_recommended
 from tunewell.records.base_model import BaseContent, read_base
@@ -42,12 +42,9 @@ from tunewell.runs.resolve import current_run
 from tunewell.runs.state import EVENTS
 from tunewell.training.build import RunInputs, load_run_model
 from tunewell.training.distributed import World
+from tunewell.training.replay import REPLAY
 
 _NUM_LOSSES = 20
-_TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-_LOOSE = 0.1
-"""With parts of TRL that compute in another way."""
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CHUNK = 1000
 _COLUMNS = ["input_ids", "labels"]
 _FACTS = read_data(__file__, "trl.toml")
@@ -94,27 +91,23 @@ def eject(
         losses = _write_data(staged, parts)
         progress(Progress("writing the first weights"))
         facts = _write_weights(staged, parts)
-        _write_texts(staged, parts, losses=losses, notes=notes, **facts)
+        _write_texts(staged, parts, num_losses=len(losses), notes=notes, **facts)
         publish_folder(staged, out)
-    return Ejected(out, facts["shown_model"], parts.plan.num_steps.value, len(losses), notes)
+    return Ejected(out, facts["model"], parts.plan.num_steps.value, len(losses), notes)
 
 
 def _inputs(run: Path, *, allow_pickle: bool) -> RunInputs:
     """Return what the run was built from, for the CPU of this machine."""
     plan, loaded = read_plan(run), load_config(run / RUN_CONFIG)
-    if REDACTED in loaded.config.model_dump_json():
-        raise UserError("the run's config is incomplete: a secret was removed from it", where=str(run / RUN_CONFIG))
-    folder = loaded.path(loaded.config.corpus)
-    if not (folder / MANIFEST).is_file():
-        raise UserError(
-            f"the corpus of the run is missing: `{folder}`",
-            fix=f"copy it there, or prepare it again: `tunewell prepare --config {run / RUN_CONFIG} --out {folder}`",
-        )
     if changes := content_changes(model := loaded.seen(plan.model), read_base(run) or BaseContent()):
         raise UserError(f"the base model `{model}` has changed since the run was started", where="; ".join(changes))
+    folder = loaded.path(loaded.config.corpus)
+    again = f"restore the rows: `tunewell prepare --config {run / RUN_CONFIG} --out {folder}`"
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"the corpus of the run is missing: `{folder}`", fix=again)
     corpus = open_corpus(folder, verify=True)
     if corpus.manifest.corpus_sha256 != plan.corpus_sha256:
-        raise UserError(f"the corpus `{folder}` has other rows than the run", fix="restore the rows, and prepare it")
+        raise UserError(f"the corpus `{folder}` has other rows than the run", fix=again)
     order = make_order(
         corpus.index["length"].astype("int64"),
         plan.replay.value if plan.replay else 0.0,
@@ -123,7 +116,7 @@ def _inputs(run: Path, *, allow_pickle: bool) -> RunInputs:
         batch_tokens=plan.batch_tokens.value,
         batch_documents=plan.batch_documents.value,
     )
-    here: dict[str, Any] = {name: Chosen(value, "") for name, value in (("device", "cpu"), ("attention", "sdpa"))}
+    here: dict[str, Any] = {"device": Chosen("cpu", ""), "attention": Chosen("sdpa", "")}
     if plan.quantized is not None:  # a cost of None would be measured now
         here["quantized"] = plan.quantized.model_copy(update={"loss": plan.quantized.loss or 0.0})
     return RunInputs(
@@ -140,9 +133,10 @@ def _inputs(run: Path, *, allow_pickle: bool) -> RunInputs:
 
 
 def _differences(parts: RunInputs) -> list[str]:
-    """Return what differs from the run; raise UserError for a method or an optimizer without a counterpart."""
+    """Return what differs from the run; raise UserError for an engine, method or optimizer without a counterpart."""
     plan, config = parts.plan, parts.config
-    for key, name in (("method.kind", plan.method.value), ("train.optimizer", config.train.optimizer)):
+    used = {"engine": config.engine, "method.kind": plan.method.value, "train.optimizer": config.train.optimizer}
+    for key, name in used.items():
         if name not in _FACTS["supported"]:
             why = _FACTS["refused"].get(name, "it is an extension of tunewell")
             raise UserError(f"`{key}: {name}` cannot be ejected: {why}", fix=_FACTS["fix"])
@@ -162,36 +156,35 @@ def _write_data(folder: Path, parts: RunInputs) -> list[float]:
 
     Raises UserError if the order is not the one that the run logged.
     """
-    plan, order, corpus, documents = parts.plan, parts.order, parts.corpus, _documents(parts)
-    path = parts.folder / EVENTS
+    documents, path, data = _documents(parts), parts.folder / EVENTS, folder / "data"
     logged = {own["step"]: own for own in (read_events(path) if path.is_file() else []) if own["kind"] == "step"}
     steps: list[Any] = []
-    for number in range(plan.num_steps.value):
-        step = order.step(number)
+    for number in range(parts.plan.num_steps.value):
+        step = parts.order.step(number)
         if step.sha256 != logged.get(number + 1, {}).get("batch_sha256", step.sha256):
             raise UserError(f"the order of the rows cannot be repeated: step {number + 1:,} of the run had other rows")
         lengths = np.asarray(documents.index["length"])[step.documents]
-        steps.append(step.documents[np.argsort(-lengths, kind="stable")].astype(np.int32))
-    data = folder / "data"
+        steps.append(step.documents[np.argsort(-lengths, kind="stable")])
     data.mkdir()
     _write(data / "train.arrow", documents)
-    if len(corpus.evaluated):
-        _write(data / "held_out.arrow", corpus.evaluated)
+    if len(parts.corpus.evaluated):
+        _write(data / "held_out.arrow", parts.corpus.evaluated)
     write_lists(data / "steps.arrow", [{"documents": _as_lists(steps)}], ["documents"])
-    losses: list[float] = []
-    for number in range(1, _NUM_LOSSES + 1):
-        event = logged.get(number, {"loss": "nan"})
-        if not math.isfinite(float(event["loss"])) or event.get("was_skipped"):
-            break
-        losses.append(float(event["loss"]))
+    events = (logged.get(number, {}) for number in range(1, _NUM_LOSSES + 1))
+    losses = [float(event["loss"]) for event in takewhile(_is_repeatable, events)]
     (folder / "first_losses.json").write_text(stable_json(losses), encoding="utf-8")
     return losses
+
+
+def _is_repeatable(step: Mapping[str, Any]) -> bool:
+    """Return whether a logged step has a loss and changed the weights."""
+    return math.isfinite(float(step.get("loss", "nan"))) and not step.get("was_skipped")
 
 
 def _documents(parts: RunInputs) -> TokenizedDocuments:
     if not parts.order.num_replayed:
         return parts.corpus
-    path = parts.folder / "replay.json"
+    path = parts.folder / REPLAY
     if not path.is_file():
         raise UserError(
             "the run was not started: the everyday prompts of its replay are not answered yet",
@@ -217,20 +210,20 @@ def _as_lists(arrays: Any) -> tuple[Any, Any]:
 def _write_weights(folder: Path, parts: RunInputs) -> dict[str, Any]:
     """Write the adapter before the first step, and a model that transformers cannot load by its name."""
     options, found, method = load_run_model(parts)
-    facts: dict[str, Any] = {
-        "shown_model": (name := _loadable(parts.model)) or "model",
+    name = _loadable(parts.model)
+    if name is None or options.added_tokens or found.text_prefix:
+        name = "model"
+        # The model again, because the method has changed its layers.
+        plain = load_model(replace(options, quantized=None), may_share=False).model
+        save_plain(plain, folder / name, options.dtype)
+    if isinstance(method, AdapterMethod):
+        (folder / "adapter").mkdir()
+        method.files(name).write(folder / "adapter")
+    return {
+        "model": name,
         "has_router_loss": bool(getattr(found.model.config, "output_router_logits", False)),
         "trains_embedding": not isinstance(method, AdapterMethod) or not method.has_base,
     }
-    if name is None or options.added_tokens or found.text_prefix:
-        facts["shown_model"] = "model"
-        # The model again, because the method has changed its layers.
-        plain = load_model(replace(options, quantized=None), may_share=False).model
-        save_plain(plain, folder / "model", options.dtype)
-    if isinstance(method, AdapterMethod):
-        (folder / "adapter").mkdir()
-        method.files(facts["shown_model"]).write(folder / "adapter")
-    return facts
 
 
 def _loadable(model: str) -> str | None:
@@ -243,29 +236,25 @@ def _loadable(model: str) -> str | None:
     return str(path.resolve()) if files.gguf is None and any(path.glob("*.safetensors")) else None
 
 
-def _write_texts(folder: Path, parts: RunInputs, *, losses: list[float], notes: list[str], **facts: Any) -> None:
+def _write_texts(folder: Path, parts: RunInputs, *, notes: list[str], **facts: Any) -> None:
     """Write the script, its requirements and the README."""
-    plan, train, shown = parts.plan, parts.config.train, facts["shown_model"]
-    entry, precision, base = METHODS.entry(plan.method.value), plan.precision.value, plan.quantized
-    layers, longest = parts.config.method.layers, int(parts.order.lengths.max())
-    travels, quantization = shown == "model", base.bnb_arguments if base else ""
+    plan, train, layers = parts.plan, parts.config.train, parts.config.method.layers
+    method, precision, base = METHODS.entry(plan.method.value), plan.precision.value, plan.quantized
+    quantization = base.bnb_arguments if base else ""
     values: dict[str, Any] = {
         "name": re.sub(r"[^\w.-]", "_", parts.folder.resolve().name),
         "run": parts.folder,
         "plan": plan,
         "train": train,
-        "method": entry,
-        "model": 'str(HERE / "model")' if travels else json.dumps(shown),
-        "model_travels": travels,
+        "method": method,
         "quantization": quantization,
         "is_quantized": bool(quantization or (base and base.is_saved)),
         "layers": None if layers == "all" else list(layers),
-        "dtype": _DTYPES[precision if entry.is_adapter else "fp32"],
-        "rows_at_once": max(1, plan.micro_batch_tokens.value // longest),
-        "is_bf16": precision == "bf16" and not entry.is_adapter,
+        "dtype": DTYPES[precision if method.is_adapter else "fp32"],
+        "rows_at_once": max(1, plan.micro_batch_tokens.value // int(parts.order.lengths.max())),
+        "is_bf16": precision == "bf16" and not method.is_adapter,
         "has_held_out": len(parts.corpus.evaluated) > 0,
-        "num_losses": len(losses),
-        "tolerance": _LOOSE if notes else _TOLERANCES[precision],
+        "tolerance": _FACTS["tolerances"]["other" if notes else precision],
         "notes": notes,
         "made_by": made_by(),
     }
@@ -274,7 +263,7 @@ def _write_texts(folder: Path, parts: RunInputs, *, losses: list[float], notes: 
         (folder / name).write_text(text.rstrip() + "\n", encoding="utf-8")
     shutil.copytree(parts.corpus.path / "tokenizer", folder / "tokenizer")
     packages = ["torch", "transformers", "trl", "datasets", "accelerate"]
-    packages += ["peft"] * entry.is_adapter
+    packages += ["peft"] * method.is_adapter
     packages += ["bitsandbytes"] * bool(values["is_quantized"] or train.optimizer == "adamw8bit")
     pins = [f"{name}=={_FACTS['tested'].get(name) or version(name).partition('+')[0]}\n" for name in packages]
     (folder / "requirements.txt").write_text("".join(pins), encoding="utf-8")
