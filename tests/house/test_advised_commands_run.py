@@ -19,7 +19,6 @@ LEFT_OUT = {
     "demo": "it trains for two minutes; `make demo` and the tests of the demo run it",
     "track": "it needs the package of a tracker; tests/features/track runs it",
     f"runs {VALUE} --stacks": "only a running process has stacks; tests/faults/test_supervisor.py asks one",
-    "train --index INDEX": "it needs rows that documents answer; tests/features/retrieval trains with an index",
     "sweep": "only a stopped sweep resumes; tests/features/sweep runs it",
 }
 SHORT = ["train.max_steps=2", "verdict.questions=4", "evaluate.samples=0", "verdict.answer_tokens=8", "train.epochs=1"]
@@ -64,6 +63,7 @@ SPECIAL = {
     "compare RUN RUN": "compare run other-run",
     "notebook": "notebook --package none",  # where the package is cannot be known of a clone: the command asks
     "compare": "compare run --index index --data test.jsonl",
+    "train --index INDEX": "train --index index --out run2",
 }
 """Forms that are filled in by hand: options in front of others, or what the folder would have at that point."""
 IN_NEW_FOLDER = {"init", "models"}
@@ -99,8 +99,9 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     for name, part in (("train.jsonl", texts[:40]), ("chats.jsonl", texts[:40]), ("test.jsonl", texts[40:])):
         (folder / name).write_text("\n".join(part) + "\n")
     (folder / "docs" / "hours.md").write_text("# Hours\n\nThe library opens at ten.\n\nIt closes at six.\n")
-    answers = [f"# Part {number}\n\n{row(number)['answer']}\n" for number in range(40)]
-    (folder / "docs" / "answers.md").write_text("\n".join(answers))
+    for first in range(0, 40, 8):  # `train --index` holds out a quarter of the documents
+        parts = [f"# Part {number}\n\n{row(number)['answer']}\n" for number in range(first, first + 8)]
+        (folder / "docs" / f"answers-{first}.md").write_text("\n".join(parts))
     (folder / "train.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
     (folder / "logs").mkdir()
     shutil.copy(folder / "train.log", folder / "logs" / "rank0.log")

@@ -198,7 +198,7 @@ def as_first_started(loaded: LoadedConfig) -> LoadedConfig:
     before, config = read_plan(folder).config, loaded.config
     for section, name in (("data", "selection"), ("train", "replay")):
         if name not in before.get(section, {}):
-            own = getattr(config, section).model_copy(update={name: 0})
+            own = getattr(config, section).model_copy(update={name: 0.0})
             config = config.model_copy(update={section: own})
     return replace(loaded, config=config)
 
