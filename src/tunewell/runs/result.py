@@ -19,7 +19,7 @@ from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.plan import Plan
 from tunewell.records.report import Curve, Validation
-from tunewell.records.rundir import Status
+from tunewell.records.rundir import Status, train_again_command
 from tunewell.runs.config import RunOptions, resume_command
 from tunewell.runs.loss_curve import loss_svg
 from tunewell.training.checkpoints import Checkpoints
@@ -243,6 +243,8 @@ def make_result(
     age = process_seconds() if options.owns_process and options.is_alone else None
     if ending.is_resumable:
         following = resume_command(loaded, options)
+    elif ending.settings:
+        following = train_again_command(folder.parent, ending.settings)
     else:
         command = "validate" if ending.status == "finished" else "diagnose"
         following = f"tunewell {command} {shlex.quote(str(folder.parent))}"
