@@ -13,8 +13,9 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, duration
 from tunewell.records.plan import PLAN
+from tunewell.records.rundir import RUN_CONFIG
 from tunewell.runs.hang_monitor import process_cpu_seconds
-from tunewell.runs.state import EVENTS, StoredRun, modified_at, value_in
+from tunewell.runs.state import EVENTS, StoredRun, is_run_folder, modified_at, value_in
 
 _SAMPLE_SECONDS = 0.5
 _STACK_POLLS = 30
@@ -104,7 +105,8 @@ class RunStatus(StoredRun):
 
 def find_status(folder: Path, *, with_stacks: bool = False) -> RunStatus | None:
     """Return the status of a run, or None if the path is a folder without a run of its own."""
-    if (folder / PLAN).exists() or (folder / EVENTS).exists():
+    names = [name for name in (PLAN, EVENTS, RUN_CONFIG) if (folder / name).exists()]
+    if EVENTS in names or is_run_folder(names):
         return RunStatus(folder, with_stacks=with_stacks)
     if with_stacks:
         raise UserError(f"`{folder}` is not a run", fix="name a run folder; `tunewell runs` lists runs")
