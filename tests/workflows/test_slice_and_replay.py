@@ -198,6 +198,17 @@ def test_a_resumed_run_keeps_the_replay_that_auto_was_when_it_began(
     assert not answers and not Path("auto/replay.json").exists()
 
 
+def test_a_run_that_came_without_its_rows_says_whose_config_names_them(answers: list[int]) -> None:
+    """On another machine, only the run folder was copied: the error named a file of which nobody there had heard."""
+    rows = {"sources": shutil.copy("rows.jsonl", "own.jsonl")}
+    _train("alone", data=rows)
+    Path("own.jsonl").unlink()
+    shutil.rmtree("corpus-alone")
+    with pytest.raises(UserError, match=r"own.jsonl") as error:
+        _train("alone", resume=True, data=rows)
+    assert "config of the run" in str(error.value.where) and "`corpus-alone`" in str(error.value.fix)
+
+
 def test_lost_answers_are_not_asked_of_a_trained_model(answers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On resume, the model is no longer the base model."""
     _train("lost")
