@@ -5,8 +5,10 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import nbformat
 import pytest
@@ -223,3 +225,20 @@ def test_the_table_in_a_notebook_has_a_bar_with_the_time_left(monkeypatch: pytes
     table._run.last = SimpleNamespace(step=4, loss=1.0, tokens=10, seconds=1.0)  # type: ignore[assignment]
     table.update()
     assert '<progress value="4" max="10"' in pages[0] and "about 1 m 30 s left" in pages[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "way_out"),
+    [
+        (lambda: tunewell.train(learning_rate=1e-3), 'settings={"train.learning_rate": 0.001}'),  # pyright: ignore
+        (lambda: tunewell.prepare(max_seq_length=512), 'settings={"packing.context_length": 512}'),  # pyright: ignore
+        (lambda: tunewell.sweep({}, epochs=2), 'settings={"train.epochs": 2}'),  # pyright: ignore
+        (lambda: tunewell.validate("run", metriks={}), "did you mean `metrics`?"),  # pyright: ignore
+        (lambda: tunewell.compare("run", qestions=3), "num_questions"),  # pyright: ignore
+    ],
+)
+def test_an_unknown_keyword_names_what_to_write(call: Callable[[], Any], way_out: str) -> None:
+    """Guards a bare TypeError for `learning_rate=`, which other trainers take as a keyword."""
+    with pytest.raises(TypeError, match="has no parameter") as error:
+        call()
+    assert way_out in str(error.value)

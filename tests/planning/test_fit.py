@@ -183,3 +183,10 @@ def test_settings_that_lora_resets_are_the_defaults() -> None:
     resets = _LEVERS[-1][0].settings
     own = {key.removeprefix("train."): value for key, value in resets.items() if key.startswith("train.")}
     assert own == {key: Train.model_fields[key].default for key in own}
+
+
+@pytest.mark.parametrize("name", ["8xh100-80", "8x h100", "4 x A100"])
+def test_a_number_of_cards_is_answered(name: str) -> None:
+    """`8xh100-80` was answered with "did you mean `a100-80`?", and `4 x A100` was planned as one card in silence."""
+    with pytest.raises(UserError, match="a model must fit on one of them"):
+        find_card(name)

@@ -19,7 +19,7 @@ from tunewell.planning.recommendation import (
     with_recommended,
 )
 from tunewell.records.manifest import read_manifest
-from tunewell.records.plan import read_plan
+from tunewell.records.plan import Chosen, read_plan
 from tunewell.workflows.init import init
 from tunewell.workflows.prepare import prepare
 
@@ -174,6 +174,9 @@ def test_a_run_that_is_resumed_keeps_the_values_of_its_plan():
     assert (again.method.rank, again.method.alpha) == (2, 4)
     assert (again.train.epochs, again.train.warmup, again.train.learning_rate) == (3.0, 0.03, 0.02)
     assert (again.train.batch_documents, again.train.batch_tokens) == (4, "auto")
+    assert again.train.replay == "auto", "that plan does not know replay; `as_first_started` switches it off"
+    replayed = before.model_copy(update={"replay": Chosen(0.1, because="auto")})
+    assert with_recommended(loaded, read_manifest(OLD_RUN.parent / "corpus"), replayed).config.train.replay == 0.1
     given = load_config({"model": str(OLD_RUN.parent / "base"), "train": {"batch_tokens": 512}})
     changed = with_recommended(given, read_manifest(OLD_RUN.parent / "corpus"), before).config
     assert (changed.train.batch_documents, changed.train.batch_tokens) == ("auto", 512)

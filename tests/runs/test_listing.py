@@ -118,6 +118,18 @@ def test_checkpoints_and_hidden_folders_are_not_searched(tmp_path: Path) -> None
     assert [run.name for run in find_runs(tmp_path)] == ["a"]
 
 
+def test_a_plan_written_to_the_project_folder_does_not_hide_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tunewell plan --json > plan.json` made the folder a run that was "killed", and hid the others."""
+    a_run(tmp_path / "run")
+    (tmp_path / "plan.json").write_text('{"format_version": 1, "fits": true}')
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs"]) == 0
+    shown = capsys.readouterr().out
+    assert "killed" not in shown and "1 run" in shown
+
+
 def test_the_table_fits_sixty_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

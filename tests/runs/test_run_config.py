@@ -11,7 +11,7 @@ from tunewell.core.errors import UserError
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.export.options import ExportOptions
 from tunewell.records.healing import HealingEntry
-from tunewell.runs.config import RunOptions, dump_config, load_for_run, resume_command
+from tunewell.runs.config import RunOptions, dump_config, load_for_run, require_inputs, resume_command
 from tunewell.runs.result import advice
 
 
@@ -152,6 +152,16 @@ def test_metric_functions_are_found_from_the_run_folder(here: Path) -> None:
     saved = load_config(here / "runs of today" / "config.yaml")
     assert saved.config.verdict.metrics == ("../metrics.py:exact",)
     assert list(load_metrics(saved.config.verdict.metrics, base=saved.base)) == ["exact"]
+
+
+def test_a_run_that_came_without_its_model_says_whose_config_names_it(here: Path) -> None:
+    """On another machine, `--resume` in a folder without a config named a model of which nobody there had heard."""
+    Path("rows.jsonl").write_text("{}")
+    loaded = load_config({"model": "./gone", "data": {"sources": "rows.jsonl"}})
+    for is_resuming, where in ((True, "config of the run"), (False, "neither a file")):
+        with pytest.raises(UserError, match="gone") as error:
+            require_inputs(loaded, is_resuming=is_resuming)
+        assert where in str(error.value.where)
 
 
 def test_a_run_that_diverged_names_one_rate():

@@ -80,6 +80,7 @@ def test_divergence_goes_back_to_before_it_with_half_the_rate_and_ends_with_advi
         assert isinstance(action, Rewind) and (action.rate_share, action.not_after) == (share, 22)
     action, _ = act(past, finding)
     assert isinstance(action, Stop) and "0.001" in action.advice and "learning_rate" in action.advice
+    assert action.settings == ("train.learning_rate=0.001",)
 
 
 def test_what_needs_no_answer_gets_none() -> None:

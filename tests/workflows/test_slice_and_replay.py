@@ -19,8 +19,9 @@ from tunewell.core.errors import UserError
 from tunewell.data.corpus import reader
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.decoder import Generated
+from tunewell.planning import compute
 from tunewell.records.events import read_events
-from tunewell.records.plan import read_plan
+from tunewell.records.plan import Chosen, read_plan
 from tunewell.runs.resolve import resolve_model
 from tunewell.runs.result import TrainResult
 from tunewell.training import replay as replay_module
@@ -183,6 +184,29 @@ def test_a_resumed_run_of_an_older_version_keeps_its_rows(answers: list[int]) ->
     shutil.rmtree("old/checkpoints/step-000006")
     assert _train("old", resume=True).steps == 6
     assert not answers
+
+
+def test_a_resumed_run_keeps_the_replay_that_auto_was_when_it_began(
+    answers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer version may choose another share: the run would draw other documents, or be refused."""
+    _train("auto", train={"replay": "auto"})
+    shutil.rmtree("auto/checkpoints/step-000006")
+    monkeypatch.setattr(compute, "recommend_replay", lambda *_: Chosen(0.2, because="newer"))
+    resumed = _train("auto", resume=True, train={"replay": "auto"})
+    assert resumed.steps == 6 and not resumed.changes
+    assert not answers and not Path("auto/replay.json").exists()
+
+
+def test_a_run_that_came_without_its_rows_says_whose_config_names_them(answers: list[int]) -> None:
+    """On another machine, only the run folder was copied: the error named a file of which nobody there had heard."""
+    rows = {"sources": shutil.copy("rows.jsonl", "own.jsonl")}
+    _train("alone", data=rows)
+    Path("own.jsonl").unlink()
+    shutil.rmtree("corpus-alone")
+    with pytest.raises(UserError, match=r"own.jsonl") as error:
+        _train("alone", resume=True, data=rows)
+    assert "config of the run" in str(error.value.where) and "`corpus-alone`" in str(error.value.fix)
 
 
 def test_lost_answers_are_not_asked_of_a_trained_model(answers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

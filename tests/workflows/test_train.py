@@ -96,6 +96,12 @@ def test_a_rate_that_makes_the_model_worse_does_not_end_as_if_all_were_well(proj
     outcome = json.loads((project / "off" / "outcome.json").read_text())
     assert outcome["reason"].endswith("rose") and "lower `train.learning_rate`" in outcome["advice"][0]
     assert "warning" in done.stdout
+    done = _train(project, "--out", "off2", "--json", sets=(*sets, "healing.max_rewinds=0"))
+    told = json.loads(done.stdout)
+    words = "tunewell train --config off2/config.yaml --out off3 --set train.learning_rate="
+    assert told["status"] == "stopped" and told["next"].startswith(words), "its advice is a command"
+    assert run_command(*told["next"].split()[1:], cwd=project).returncode in (0, 3, 4)
+    assert (project / "off3" / "outcome.json").is_file()
 
 
 def test_the_config_in_the_run_folder_repeats_the_run(project: Path) -> None:

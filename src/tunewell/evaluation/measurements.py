@@ -17,6 +17,7 @@ from tunewell.records.report import (
     LogitChange,
     LossPair,
 )
+from tunewell.records.rundir import train_again_command
 
 FEW_QUESTIONS = 5
 """With fewer questions than this, a share of them is never a FAIL, because one answer changes it too much."""
@@ -99,8 +100,7 @@ class Measurements:
         if self.new_run is None or any("=" not in setting for setting in settings):
             named = " and ".join(setting if "`" in setting else f"`{setting}`" for setting in settings)
             return f"Train it again with {named}: {expected}."
-        command = ["tunewell", "train", "--config", f"{self.model_path}/config.yaml", "--out", self.new_run]
-        return f"`{shlex.join([*command, *(part for own in settings for part in ('--set', own))])}`: {expected}."
+        return f"`{train_again_command(self.model_path, settings, out=self.new_run)}`: {expected}."
 
     @property
     def more_replay(self) -> float:

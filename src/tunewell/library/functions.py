@@ -24,6 +24,7 @@ from tunewell.config.load import ConfigLike, LoadedConfig, as_sets
 from tunewell.core.errors import UserError
 from tunewell.core.files import make_private, write_atomic
 from tunewell.core.units import count
+from tunewell.library.keywords import naming_the_way_out
 from tunewell.library.objects import config_of, formatted, model_name, splits_of, tokenizer_name
 from tunewell.library.progress import Show, shown
 from tunewell.planning.result import PlanResult
@@ -188,6 +189,7 @@ def load_inputs(
     return load_for_run(config_of(config), fixed, is_resuming=is_resuming, model=name, data=paths)
 
 
+@naming_the_way_out
 def train(
     config: AnyConfig = None,
     *,
@@ -245,6 +247,7 @@ def train(
         return replace(result, notes=notes, next_command=following)
 
 
+@naming_the_way_out
 def rehearse(
     config: AnyConfig = None,
     *,
@@ -276,6 +279,7 @@ def rehearse(
         return run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show)
 
 
+@naming_the_way_out
 def plan(
     config: AnyConfig = None,
     *,
@@ -308,6 +312,7 @@ def plan(
         return run_plan(loaded, PlanOptions(measure, [gpus] if isinstance(gpus, str) else gpus), progress=show)
 
 
+@naming_the_way_out
 def prepare(
     config: AnyConfig = None,
     *,
@@ -333,6 +338,7 @@ def prepare(
         return run_prepare(loaded, progress=show)
 
 
+@naming_the_way_out
 def validate(
     model: ModelPath = None,
     *,
@@ -373,6 +379,7 @@ def validate(
         return run_validate(model, options=options, progress=show)
 
 
+@naming_the_way_out
 def export(
     model: ModelPath = None,
     *,

@@ -47,6 +47,9 @@ def find_card(name: str, *, where: str = "--gpu") -> Card:
     cards, wanted = known_cards(), _plain(name)
     if wanted in cards:
         return cards[wanted]
+    if several := re.fullmatch(r"\d+ ?x ?(.+)", name.strip().lower()):
+        what = f"`{name}` is several cards: a model must fit on one of them"
+        raise UserError(what, where=where, fix=f"give the card alone: `{several[1]}`")
     if matched := match_card(name):
         return matched
     close = difflib.get_close_matches(wanted, cards, n=2, cutoff=0.5)

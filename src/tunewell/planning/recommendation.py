@@ -173,6 +173,7 @@ def _of_plan(plan: Plan) -> dict[str, Chosen[Any]]:
     values = {key: plan.config[key.partition(".")[0]].get(key.partition(".")[2]) for key in RECOMMENDED}
     planned = ("learning_rate", "batch_tokens", "batch_documents")
     values |= {f"train.{name}": getattr(plan, name).value for name in planned}
+    values["train.replay"] = plan.replay.value if plan.replay else None
     because = "as in the plan of this run"
     return {key: Chosen(value, because=because) for key, value in values.items() if value not in ("auto", None)}
 

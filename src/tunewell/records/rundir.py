@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count as count_from
 from pathlib import Path
@@ -162,6 +163,12 @@ def free_name(run: Path) -> str:
     """Return a name beside a run that nothing has: `run2`, `run3`."""
     plain = re.sub(r"(?<=[A-Za-z])\d$", "", str(run).rstrip("/\\"))
     return next(name for number in count_from(2) if not Path(name := f"{plain}{number}").exists())
+
+
+def train_again_command(run: Path | str, settings: Iterable[str], *, out: str | None = None) -> str:
+    """Return the command for a new run beside this one that differs in some settings."""
+    words = ["tunewell", "train", "--config", f"{run}/{RUN_CONFIG}", "--out", out or free_name(Path(run))]
+    return shlex.join([*words, *(part for own in settings for part in ("--set", own))])
 
 
 def _parts_within(path: Path, corpus: Path | None) -> frozenset[str]:

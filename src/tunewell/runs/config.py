@@ -175,7 +175,13 @@ def require_inputs(loaded: LoadedConfig, *, is_resuming: bool) -> None:
             raise missing
     model = loaded.config.model
     if model is not None and not is_preset(model) and not loaded.path(model).exists():
-        locate(loaded.seen(model))
+        try:
+            locate(loaded.seen(model))
+        except UserError as error:
+            if not is_resuming:
+                raise
+            where = f"`model` in the config of the run, `{loaded.path(loaded.config.run) / RUN_CONFIG}`"
+            raise UserError(error.what, where=where, fix="say where it is on this machine with `--model`") from None
 
 
 def missing_rows(loaded: LoadedConfig) -> UserError | None:
@@ -198,7 +204,7 @@ def as_first_started(loaded: LoadedConfig) -> LoadedConfig:
     before, config = read_plan(folder).config, loaded.config
     for section, name in (("data", "selection"), ("train", "replay")):
         if name not in before.get(section, {}):
-            own = getattr(config, section).model_copy(update={name: 0})
+            own = getattr(config, section).model_copy(update={name: 0.0})
             config = config.model_copy(update={section: own})
     return replace(loaded, config=config)
 

@@ -18,7 +18,7 @@ from tunewell.machine.facts import process_seconds
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.report import Curve, Validation
-from tunewell.records.rundir import Status
+from tunewell.records.rundir import Status, train_again_command
 from tunewell.runs.config import RunOptions, resume_command
 from tunewell.runs.loss_curve import loss_svg
 from tunewell.training.events import Evaluated, Event, Listener, Note, Rewound, StepTaken
@@ -228,6 +228,8 @@ def make_result(
     age = process_seconds() if options.owns_process and options.is_alone else None
     if ending.is_resumable:
         following = resume_command(loaded, options)
+    elif ending.settings:
+        following = train_again_command(folder.parent, ending.settings)
     else:
         command = "validate" if ending.status == "finished" else "diagnose"
         following = f"tunewell {command} {shlex.quote(str(folder.parent))}"

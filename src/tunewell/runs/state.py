@@ -7,7 +7,7 @@ Code that needs an error instead reads the record: `read_plan`, `find_outcome`, 
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -175,12 +175,16 @@ class StoredRun:
         return plain({name: getattr(self, name) for name in COLUMNS}) | {"when": when}
 
 
+def is_run_folder(names: Collection[str]) -> bool:
+    """Return whether a folder with these names is a run; `tunewell plan --json > plan.json` makes none."""
+    return (PLAN in names and not {EVENTS, RUN_CONFIG}.isdisjoint(names)) or (EVENTS in names and LOCK in names)
+
+
 def find_runs(folder: Path) -> Iterator[Path]:
     """Yield the run folders in a folder, down to four levels. A folder that cannot be read is skipped."""
     for here, folders, files in os.walk(folder):
         names, path = {*folders, *files}, Path(here)
-        # `tunewell plan --json > plan.json` in a project folder is no run.
-        if (PLAN in names and names & {EVENTS, RUN_CONFIG}) or (EVENTS in names and LOCK in names):
+        if is_run_folder(names):
             yield path
             folders.clear()
         elif len(path.relative_to(folder).parts) >= _MAX_DEPTH:

@@ -16,9 +16,9 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import is_locked, stable_json, write_atomic
 from tunewell.core.units import count, duration
 from tunewell.records.plan import PLAN
-from tunewell.records.rundir import LOCK, STOP
+from tunewell.records.rundir import LOCK, RUN_CONFIG, STOP
 from tunewell.runs.hang_monitor import process_cpu_seconds
-from tunewell.runs.state import EVENTS, StoredRun, modified_at, read_object, value_in
+from tunewell.runs.state import EVENTS, StoredRun, is_run_folder, modified_at, read_object, value_in
 
 _SAMPLE_SECONDS = 0.5
 _STACK_POLLS = 30
@@ -121,7 +121,8 @@ class RunStatus(StoredRun):
 
 def find_status(folder: Path, *, with_stacks: bool = False, is_quick: bool = False) -> RunStatus | None:
     """Return the status of a run, or None if the path is a folder without a run of its own."""
-    if (folder / PLAN).exists() or (folder / EVENTS).exists():
+    names = [name for name in (PLAN, EVENTS, RUN_CONFIG) if (folder / name).exists()]
+    if EVENTS in names or is_run_folder(names):
         return RunStatus(folder, with_stacks=with_stacks, is_quick=is_quick)
     if with_stacks:
         raise UserError(f"`{folder}` is not a run", fix="name a run folder; `tunewell runs` lists runs")

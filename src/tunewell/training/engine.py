@@ -244,7 +244,7 @@ class _Loop:
 
 
 def _stopped(stop: Stop) -> Ending:
-    return Ending("stopped", stop.finding.words, EXIT_STOPPED, advice=stop.advice)
+    return Ending("stopped", stop.finding.words, EXIT_STOPPED, advice=stop.advice, settings=stop.settings)
 
 
 def _finished(run: Run, problem: str) -> Ending:

@@ -190,6 +190,8 @@ class Stop:
 
     finding: HealthFinding
     advice: str
+    settings: tuple[str, ...] = ()
+    """Settings with which a new run may succeed, like `train.learning_rate=0.001`."""
 
 
 def decide(
@@ -230,8 +232,11 @@ def decide(
 def _diverged(finding: HealthFinding, history: RecoveryHistory, rules: Healing) -> Rewind | Stop:
     if history.num_rewinds >= rules.max_rewinds:
         rate = finding.numbers.get("learning_rate")
-        tenth = f" to about {rate / 10:.1g}" if isinstance(rate, float) and rate > 0 else ""
-        return Stop(finding, f"Lower `train.learning_rate`{tenth}, or raise `train.warmup`.")
+        if not isinstance(rate, float) or rate <= 0:
+            return Stop(finding, "Lower `train.learning_rate`, or raise `train.warmup`.")
+        lower = f"{rate / 10:.1g}"
+        advice = f"Lower `train.learning_rate` to about {lower}, or raise `train.warmup`."
+        return Stop(finding, advice, (f"train.learning_rate={lower}",))
     low_step, share = int(finding.numbers.get("low_step", 0)), history.rate_share * _HALF
     return Rewind(finding, low_step, is_quarantining=False, or_later=False, rate_share=share)
 

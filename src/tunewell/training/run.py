@@ -119,6 +119,8 @@ class Ending:
     signal: str | None = None
     advice: str | None = None
     """What to change before the next attempt, if the run stopped with a problem."""
+    settings: tuple[str, ...] = ()
+    """Settings of the next attempt, if they are known."""
     is_resumable: bool = False
 
 

@@ -81,6 +81,9 @@ def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[Loaded
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
     if options.is_resuming:
         loaded = as_first_started(loaded)
+        if (missing := missing_rows(loaded)) and not (loaded.path(loaded.config.corpus) / MANIFEST).is_file():
+            fix = f"copy the corpus `{loaded.config.corpus}` here too, or name the rows with `--data`"
+            raise UserError(missing.what, where="`data.sources` in the config of the run", fix=fix)
     loaded, start = with_start(loaded)
     require_training_data(loaded, is_resuming=options.is_resuming)
     loaded = with_labels(loaded)  # the run's config says how its test rows are read

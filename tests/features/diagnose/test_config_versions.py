@@ -62,6 +62,12 @@ def test_a_key_that_no_release_knows_is_a_warning(text: str, note: str) -> None:
     assert note in diagnosis.findings[0].evidence[0].note
 
 
+def test_a_key_that_moved_to_the_parent_class_is_still_known() -> None:
+    """`SFTConfig` has had `neftune_noise_alpha` of its own up to TRL 0.11, and inherits it since."""
+    assert not diagnose_text("SFTConfig(neftune_noise_alpha=5)").notes
+    assert found("SFTConfig(neftune_noise_alpha=5)\n# trl==1.16.0\n") == []
+
+
 def test_an_adapter_of_a_newer_peft_is_named() -> None:
     config = {"peft_type": "LORA", "r": 8, "use_dora": True, "lora_alpha": 16, "target_modules": ["q_proj"]}
     assert found(json.dumps(config, indent=2) + "\npeft==0.8.2\n")[0][0] == "adapter-newer-peft"

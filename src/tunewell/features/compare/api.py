@@ -5,9 +5,11 @@ from os import PathLike, fspath
 
 from tunewell.features.compare.workflow import RunComparison
 from tunewell.library.functions import Data, StrPath, data_paths, text_of
+from tunewell.library.keywords import naming_the_way_out
 from tunewell.library.progress import Show, shown
 
 
+@naming_the_way_out
 def compare(
     *models: StrPath,
     index: StrPath | Sequence[StrPath] = (),

@@ -69,7 +69,9 @@ def _remarks(
     known = [key for table in tables for key in table.known(versions.get(table.library))]
     for key, at in keys:
         line = text.count("\n", 0, at) + 1
-        table = next((table for table in tables if key in table.keys), None)
+        # Where one table no longer has a key, as `SFTConfig` in TRL 0.12, another may: it is inherited.
+        holders = [table for table in tables if key in table.keys]
+        table = max(holders, key=lambda own: own.keys[key][1] == own.last, default=None)
         close = (
             next(iter(difflib.get_close_matches(key, known, n=1, cutoff=typo or 0.8)), None)
             if key not in known

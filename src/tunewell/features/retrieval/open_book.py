@@ -101,8 +101,10 @@ def open_book_rows(
     if held_out is None:
         if len(documents) < _MIN_DOCUMENTS:
             raise UserError(
-                f"the answers are in only {count(len(documents), 'document')}, so none can be held out",
-                fix=f"index at least {_MIN_DOCUMENTS} documents that answer the questions",
+                f"the answers are in only {count(len(documents), 'document')} of the index, so none can be held out",
+                where=", ".join(documents),
+                fix=f"index at least {_MIN_DOCUMENTS} documents that answer the questions, for example one file for "
+                "each section of a long one; or train without `--index`",
             )
         ranked = sorted(documents, key=lambda name: sha256_text(str(seed), name))
         held_out = set(ranked[: max(1, round(len(documents) * _HELD_OUT_SHARE))])

@@ -9,9 +9,11 @@ from typing import Any
 from tunewell.config.load import ConfigLike
 from tunewell.features.sweep.sweep import SweepResult
 from tunewell.library.functions import Data, ModelPath, Settings, StrPath, all_sets, data_paths, text_of
+from tunewell.library.keywords import naming_the_way_out
 from tunewell.library.progress import Show, shown
 
 
+@naming_the_way_out
 def sweep(
     config: ConfigLike = None,
     *,
