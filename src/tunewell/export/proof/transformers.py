@@ -107,8 +107,8 @@ def _why_other_ids(tokenizer: Any, model_type: str) -> str:
     if name in ("TokenizersBackend", "PreTrainedTokenizerFast"):
         return ""
     return (
-        f"; transformers loads every tokenizer of a `{model_type}` model as `{name}`, and that of the base splits text in "
-        "another way: train a base with the tokenizer of its family"
+        f"; transformers loads every tokenizer of a `{model_type}` model as `{name}`, and that of the base splits text "
+        "in another way: train a base with the tokenizer of its family"
     )
 
 
