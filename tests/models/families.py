@@ -244,7 +244,7 @@ def page(results: Sequence[Result]) -> str:
             "*Answers*: greedy tokens equal to those of transformers. *Resume*: the step after a restart is equal",
             "to the bit. *Merge*: logits equal to 1e-5. *GGUF*: `export --to gguf` writes the family. The check",
             "before step 1 passes in fp32 and bf16. With transformers 5.17.0, 126 of its 127 families train",
-            "(not `cohere_compass_text`, whose class there does not run with this config). Exceptions:",
+            "(not `cohere_compass_text`, whose default `mrope_section` there needs heads of 128). Exceptions:",
             "",
             *faults,
             "",
