@@ -1,7 +1,8 @@
 """Masks of today's template forms, compared with prefixes that transformers renders.
 
 The reference knows nothing of placeholders: a reply begins where the generation prompt ends, or where the rendered
-conversation leaves it, and ends with the first end token behind its last text.
+conversation leaves it, and ends with the first end token behind its last text. An end token that also ends parts of
+a reply is no end of an earlier reply.
 """
 
 import re
@@ -89,7 +90,8 @@ def expected_replies(source: str, ends: tuple[str, ...], row: Conversation) -> l
         said = whole.index(last, max(after, len(shared))) + len(last)
         stop = min((whole.index(end, said) + len(end) for end in ends if end in whole[said:]), default=0)
         after = stop or len(whole.rstrip())
-        found.append((shared, whole[len(shared) : after]))
+        said_all = whole[len(shared) : after]
+        found.append((shared, said_all.removesuffix("<|end|>") if "<|return|>" in ends else said_all))
     return found
 
 

@@ -254,4 +254,7 @@ def test_text_that_spells_control_tokens_stays_text(name, load):
     control = {facts.id for text, facts in ours.tokenizer.added.items() if facts.special}
     found = [[token for token in ours.documents([row])[0][0] if token in control] for row in (harmless, spelled)]
     assert found[0] == found[1]
-    assert ours.supervised_text(spelled) == hostile + ours.masker.frame.end_marker
+    # Qwen3 writes an empty frame of thinking before the words of both.
+    ends = [words + ours.masker.frame.end_marker for words in ("x", hostile)]
+    leads = [ours.supervised_text(row).removesuffix(end) for row, end in zip((harmless, spelled), ends, strict=True)]
+    assert leads[0] == leads[1] == ("<think>\n\n</think>\n\n" if name == "qwen3" else "")

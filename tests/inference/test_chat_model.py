@@ -1,18 +1,22 @@
 """An opened model: its stop tokens, its precision, and its base model."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from family_templates import CHANNELS
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from parrots import END, write_parrot, write_random
 from tunewell.core.errors import UserError
 from tunewell.inference.chat_model import open_chat_model, open_without_weights
+from tunewell.inference.decoder import GREEDY
 from tunewell.inference.runtime import last_logits
+from tunewell.inference.stream import sample_tokens
 from tunewell.runs.resolve import resolve_model
 
 PROMPTS = [[7, 8, 9, 10, 11], [12, 13]]
@@ -83,3 +87,22 @@ def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         open_chat_model(resolve_model(tmp_path / "nowhere"), device="cpu")
     assert "nowhere" in str(error.value)
+
+
+def test_an_answer_goes_on_after_its_thinking(tiny_model, tmp_path):
+    """Guards against a stop at the marker that ends a part: the user would see thinking, and no answer."""
+    (tmp_path / "channels.jinja").write_text(CHANNELS, encoding="utf-8")
+    place = write_random(tmp_path / "model", tiny_model)
+    template, sets = str(tmp_path / "channels.jinja"), ["template.add_missing_tokens=true"]
+    model = open_without_weights(resolve_model(place, template=template, sets=sets))
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    backend = model.tokenizer.backend
+    script = iter(backend.encode(f"{said}<|return|>!!!", add_special_tokens=False).ids)
+
+    def next_logits(_: Sequence[int]) -> torch.Tensor:
+        logits = torch.zeros(1, backend.get_vocab_size())
+        logits[0, next(script)] = 1
+        return logits
+
+    answer = [*sample_tokens(next_logits, [1], GREEDY, model.stop_ids, max_new=99, num_free=99)]
+    assert model.decode(answer) == said

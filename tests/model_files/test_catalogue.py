@@ -52,6 +52,8 @@ def test_every_entry_is_complete_and_unique():
         assert model.source and datetime.date.fromisoformat(model.read) >= datetime.date(2026, 11, 17)
         facts = {field.name for field in dataclasses.fields(model)} | set(model.config)
         assert set(model.unverified) <= facts, "unverified names a fact of the row"
+        is_address = re.search(r"https://[\w.-]+/\S+", model.source) is not None
+        assert is_address or model.unverified or "second list" in model.source, "its source cannot be found again"
 
 
 def test_every_entry_has_a_level_and_a_size_near_that_of_its_card():

@@ -139,8 +139,8 @@ EXTRA: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "cohere_compass_text": {"rope_parameters": {
-        "full_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
     }, **_WINDOWS},
     "gemma4_text": {**ARCHITECTURES["gemma4_text"], "vocab_size_per_layer_input": VOCABULARY},
     "gemma3n_text": {**ARCHITECTURES["gemma3n_text"], "vocab_size_per_layer_input": VOCABULARY},

@@ -297,7 +297,7 @@ def _default_precision(ref: ModelRef, facts: DeviceFacts) -> str:
 
 def _stop_ids(ref: ModelRef, tokenizer: LoadedTokenizer, masker: Masker | None) -> list[int]:
     """Return the stop tokens of the tokenizer, the chat template and the corpus."""
-    ends = (masker.frame.end_marker, *masker.frame.ends) if masker is not None else ()
+    ends = masker.frame.stops if masker is not None else ()
     # A source may have its own template, with a different end-of-turn token.
     others = corpus_stop_ids(tokenizer, read_manifest(ref.corpus)) if ref.corpus is not None else ()
     return sorted({*stop_token_ids(tokenizer, ends), *others})

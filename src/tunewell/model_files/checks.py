@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, parse_json, read_bytes
-from tunewell.model_files.families import why_refused
+from tunewell.model_files.families import packing_of
 from tunewell.model_files.files import HUB_ID, WEIGHT_SUFFIXES
 from tunewell.model_files.gguf import read_tensor_table
 from tunewell.model_files.weights import header_size, tensor_shapes
@@ -36,6 +36,8 @@ class ModelState:
     """`model_type` in its `config.json`."""
     refusal: str = ""
     """Why it cannot be trained; empty if nothing is known against it."""
+    packing: str = ""
+    """How its documents are computed in training; empty if that is not known."""
 
 
 def hub_cache() -> Path:
@@ -96,7 +98,11 @@ def _with_size(model: ModelState, *, is_fast: bool = False) -> ModelState:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     config = read_json_object(path / "config.json")
     number, kind = sum(map(_num_elements, files)) or None, config.get("model_type")
-    return replace(model, num_parameters=number, model_type=kind, refusal=why_refused(config))
+    sized = replace(model, num_parameters=number, model_type=kind)
+    try:
+        return replace(sized, packing=packing_of(config).words if config else "")
+    except UserError as error:
+        return replace(sized, refusal=error.what)
 
 
 def _num_elements(path: Path) -> int:

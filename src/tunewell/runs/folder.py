@@ -87,6 +87,13 @@ def open_run_folder(loaded: LoadedConfig, world: World, *, is_resuming: bool) ->
         yield folder
 
 
+_OTHER_ROWS = "restore the rows, start a new run with `--out`, or resume with `--allow-change data`"
+_NEW_MASKS = (
+    "if the rows are the same, this version of tunewell supervises them in another way: resume with "
+    "`--allow-change data`, or start a new run with `--out`. If not, restore the rows"
+)
+
+
 def require_same_documents(folder: Path, corpus: Corpus) -> None:
     """Raise a UserError that lists the documents added, removed or changed since the start of the run."""
     before, now = _read_document_hashes(folder), _document_hashes(corpus)
@@ -103,7 +110,7 @@ def require_same_documents(folder: Path, corpus: Corpus) -> None:
     raise UserError(
         what,
         where="; ".join(named) or "the order of the documents or the settings of `prepare`",
-        fix="restore the rows, start a new run with `--out`, or resume with `--allow-change data`",
+        fix=_NEW_MASKS if places and not differences["added"] + differences["removed"] else _OTHER_ROWS,
     )
 
 

@@ -11,6 +11,7 @@ from recorded import GIB, sound
 from tunewell.features.doctor.checks.models import suggest
 from tunewell.features.doctor.facts import Disk, ModelState
 from tunewell.features.doctor.registry import run_checks
+from tunewell.features.doctor.workflow import describe
 from tunewell.model_files.checks import read_models, weight_problem
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 269060552\n"
@@ -105,8 +106,11 @@ def test_a_model_that_cannot_be_trained_is_refused_before_training(tmp_path, kin
     """Training asks the same function; a family that cannot be packed is no problem."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     (tmp_path / "model.safetensors").write_bytes(weights())
-    found = run_checks(sound(models=read_models(str(tmp_path))))
+    facts = sound(models=read_models(str(tmp_path)))
+    found = run_checks(facts)
     assert [(one.id, one.level) for one in found] == ([("model-not-supported", "broken")] if is_refused else [])
+    levels = {"bloom": "document by document", "qwen3_next": "packed with states"}
+    assert describe(facts).get("documents", "None").startswith(levels.get(kind, "None"))
     assert not is_refused or "`bert` models are not supported" in found[0].why
 
 

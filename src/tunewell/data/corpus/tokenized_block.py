@@ -33,7 +33,7 @@ from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
 if TYPE_CHECKING:
     from tunewell.data.masking.rendered import RenderedTextParser
 
-PIPELINE_VERSION = 6
+PIPELINE_VERSION = 7
 """Version of the tokenised output. Increase it when equal rows give other tokens or notes, to invalidate the cache."""
 _ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens", "turns", "turn_of")
 _DETAIL_CHARS = 300

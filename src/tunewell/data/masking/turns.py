@@ -40,12 +40,19 @@ class ReplyFrame:
     """All special tokens, and the other added tokens that the template writes around turns."""
     turn_markers: tuple[str, ...]
     """The markers that appear in every conversation."""
+    ends_of_parts: frozenset[str] = frozenset()
+    """The ends that also stand after the thinking of a reply, where generation goes on: `<|end|>` of gpt-oss."""
     opening: str = ""
     """The start of the header that is written before every reply, with thinking or without; may be empty."""
     tags: tuple[str, ...] = ()
     """The added tokens that are no markers, for example `</tool_call>`."""
     added_end: str = ""
     """Text that ends replies between turns but that the template does not write after the last reply; else empty."""
+
+    @property
+    def stops(self) -> frozenset[str]:
+        """The markers at which generation stops."""
+        return self.ends - self.ends_of_parts
 
 
 def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo]) -> ReplyFrame:
@@ -92,6 +99,7 @@ def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo
         openers=frozenset(in_headers - ends - set(marker.findall(after) if is_same_between else ())),
         markers=markers,
         turn_markers=tuple(dict.fromkeys([*marker.findall(prompt), *sorted(ends)])),
+        ends_of_parts=frozenset(ends & _markers_after_thinking(template, marker) - {end.group()}),
         opening=_shared_opening(template, header, prompt),
         tags=tuple(text for text in added if text.strip() and text not in markers),
         added_end=added_end,
@@ -129,10 +137,20 @@ def _render_probes(template: ChatTemplate) -> tuple[str, str, str, str]:
     return *texts, text.partition(placeholder(1))[2].partition(placeholder(2))[0]
 
 
+def _thinking_turns() -> list[Message]:
+    reply = {"role": "assistant", "content": placeholder(1), "reasoning_content": placeholder(4)}
+    return [{"role": "user", "content": placeholder(0)}, {**reply, "thinking": placeholder(4)}]
+
+
+def _markers_after_thinking(template: ChatTemplate, marker: re.Pattern[str]) -> set[str]:
+    text = template.try_render(_thinking_turns(), template.probe_tools) or ""
+    return {*marker.findall(text.partition(placeholder(4))[2].partition(placeholder(1))[0])}
+
+
 def _shared_opening(template: ChatTemplate, header: str, prompt: str) -> str:
     turns = [{"role": role, "content": placeholder(n)} for n, role in enumerate(["user", "assistant"] * 2)]
-    thinking = [turns[0], {**turns[1], "reasoning_content": placeholder(4)}]
-    rendered = (template.try_render(some, template.probe_tools) for some in (turns[:2], turns, thinking))
+    conversations = (turns[:2], turns, _thinking_turns())
+    rendered = (template.try_render(some, template.probe_tools) for some in conversations)
     after = [text.partition(placeholder(0))[2] for text in (prompt, *filter(None, rendered))]
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*after, strict=False))
     shared = _BROKEN_TAG.sub("", "".join(letters[0] for letters in same))
@@ -303,7 +321,8 @@ class RenderedTurns:
         calls = bool(message.get("tool_calls"))
         for position, marker in enumerate(matches):
             if marker.group() in frame.ends:
-                return marker.end()
+                # A model that learned to end its earlier replies with the end of a part would not stop.
+                return marker.end() if marker.group() in frame.stops else marker.start()
             if marker.group() in frame.openers:
                 break
             # Tool calls can have their own end marker. Other markers around them come before the usual end.

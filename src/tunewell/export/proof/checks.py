@@ -106,8 +106,11 @@ def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str
     return Check(name="template", is_ok=not wrong, words=message)
 
 
-def check_ids(proof: Proof, tokenize: Callable[[ProofProbe], Sequence[int]], *, library: str) -> Check:
-    """Check that a library's tokenizer produces the same token ids as in training for every probe."""
+def check_ids(proof: Proof, tokenize: Callable[[ProofProbe], Sequence[int]], *, library: str, why: str = "") -> Check:
+    """Check that a library's tokenizer produces the same token ids as in training for every probe.
+
+    `why` explains ids that differ.
+    """
     wrong = []
     for probe in proof.probes:
         ids, whole_ids = list(tokenize(probe)), probe.whole_ids or probe.ids
@@ -116,7 +119,9 @@ def check_ids(proof: Proof, tokenize: Callable[[ProofProbe], Sequence[int]], *, 
             expected, found = whole_ids[at : at + 3], ids[at : at + 3]
             wrong.append(f"at token {at} of {short_repr(probe.text)}, {library} has {found}; training had {expected}")
     total = count(len(proof.probes), "conversation")
-    message = f"{wrong[0]}; {len(wrong)} of {total} differ" if wrong else f"{library} tokenizes {total} as in training"
+    message = (
+        f"{wrong[0]}; {len(wrong)} of {total} differ{why}" if wrong else f"{library} tokenizes {total} as in training"
+    )
     return Check(name="token ids", is_ok=not wrong, words=message, figures={"wrong": len(wrong)})
 
 

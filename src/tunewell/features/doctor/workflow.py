@@ -155,6 +155,8 @@ def describe(facts: Environment) -> dict[str, str]:
         shown["memory"] = f"{size_bytes(machine.free_memory_bytes)} of {size_bytes(machine.memory_bytes)} free"
     for disk in machine.disks[:1]:
         shown["disk"] = f"{size_bytes(disk.free_bytes)} free in `{disk.path}`"
+    if packing := next((model.packing for model in facts.models if model.packing), ""):
+        shown["documents"] = packing
     cached = [model.name for model in facts.models if model.origin == "hub" and model.path]
     offline = "offline by HF_HUB_OFFLINE; " if machine.variables.get("HF_HUB_OFFLINE") else ""
     names = f": {', '.join(cached[:3])}{' ...' if len(cached) > 3 else ''}" if cached else ""
