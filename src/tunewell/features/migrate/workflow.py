@@ -3,17 +3,16 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from tunewell.config.edit import as_scalar
 from tunewell.config.load import FILE_NAME, load_config, respell_paths
 from tunewell.config.schema import OPEN
+from tunewell.config.yaml_reader import read_yaml
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_data, write_atomic
-from tunewell.features.migrate.configs import tool_name
-from tunewell.features.migrate.ledger import Migration
+from tunewell.features.migrate.ledger import Migration, tables
 from tunewell.features.migrate.read import read_files
 from tunewell.features.migrate.translate import Draft, translate_config
 
@@ -42,19 +41,13 @@ def migrate(
     draft.tree.setdefault("model", OPEN)
     draft.tree.setdefault("data.sources", [{"path": OPEN}])
     text = config_text(draft, path, files)
-    load_config(path, text=text) if path.exists() else _require_valid(text)
+    load_config(cast(dict[str, Any], read_yaml(text, FILE_NAME).value))  # a mistake in a table would show
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     notes = [*draft.notes, *_open_points(draft)]
-    result = Migration(tool_name(foreign.tool), path, text, draft.entries, draft.defaults, notes, (), draft.batch)
-    return replace(result, traps=find_traps(foreign.tool, foreign.text))
-
-
-def _require_valid(text: str) -> None:
-    """Raise UserError if the config is not valid, which would be a mistake in a table."""
-    from tunewell.config.yaml_reader import read_yaml
-
-    load_config(cast(dict[str, Any], read_yaml(text, FILE_NAME).value))
+    name, entries = tables()["tools"][foreign.tool]["name"], list(dict.fromkeys(foreign.entries))
+    traps = find_traps(foreign.tool, foreign.text)
+    return Migration(name, path, text, entries, draft.defaults, notes, traps, draft.batch)
 
 
 def _open_points(draft: Draft) -> list[str]:
