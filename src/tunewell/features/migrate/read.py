@@ -23,7 +23,6 @@ _MAX_NOTEBOOK = 20 * MAX_BYTES
 _PYTHON = re.compile(r"^\s*(?:from|import)\s+[\w.]+|\w\s*=\s*\w[\w.]*\(|\b\w+Config\(|^\s*def ", re.M)
 _PARSER = re.compile(r"\b(?:TrlParser|HfArgumentParser|ArgumentParser)\(")
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|,(?=\s*[}\]])')
-_FACTORY_V1 = {"train_dataset", "dist_config", "kernel_config", "sample_backend"}
 _LAUNCHERS = ("compute_environment", "ds_accelerator", "zero_optimization")
 _INFO = "dataset_info.json"
 
@@ -125,19 +124,12 @@ def _read_tree(text: str, name: str) -> tuple[dict[str, Any], Mapping[KeyPath, i
 def _read_config(text: str, name: str, rows: Sequence[str]) -> ForeignConfig:
     """Read a YAML or JSON config."""
     tree, lines = _read_tree(text, name)
-    path: KeyPath = ()
-    if as_dict(next(iter(as_list(tree.get("data"))), None)).get("object") == "fine_tuning.job":
-        tree, path = tree["data"][0], ("data", 0)  # the answer of `GET /v1/fine_tuning/jobs`: the newest job
     signs = tables()["tools"].items()
     tool = next((tool for tool, row in signs if {*row.get("signs", "").split()} & tree.keys()), "transformers")
     if tree.keys() <= Config.model_fields.keys():
         raise UserError("this is a config of tunewell", where=name, fix=f"`tunewell plan --config {name}` reads it")
-    if len(_FACTORY_V1 & tree.keys()) > 1:
-        fix = "write it with the keys of version 0 (`model_name_or_path`, `dataset`, `finetuning_type`)"
-        raise UserError("configs of LLaMA-Factory's version 1 are not read", where=name, fix=fix)
     foreign = ForeignConfig(tool, text)
-    for one in _flat(tree, name, lines, path, foreign):
-        foreign.settings.append(one)
+    foreign.settings = list(_flat(tree, name, lines, (), foreign))
     if tool == "openai":
         _read_job(foreign, rows)
     return foreign
@@ -245,30 +237,25 @@ def _read_job(foreign: ForeignConfig, rows: Sequence[str]) -> None:
     if kind is not None and kind.value != "supervised":
         what = f"`method.type: {kind.value}` trains on preferences or rewards, which tunewell does not"
         raise UserError(what, where=f"{kind.file} line {kind.line}")
-    files = dict(zip(("training_file", "validation_file"), rows, strict=False))
     foreign.own |= {"model": OPEN, "template.learn_from": "responses"}
-    for one in [one for one in foreign.settings if one.name in ("training_file", "validation_file") and one.value]:
-        foreign.settings.remove(one)
-        is_rows, path = one.name == "training_file", files.get(one.name)
-        if path is None:
-            why = "download the file, and name it after the job: `tunewell migrate JOB ROWS.jsonl`"
-            foreign.add(one, "lost", why=why)
-            continue
-        foreign.add(one, "translated", f"{'data.sources: path' if is_rows else 'data.held_out'}: {path}")
-        if is_rows:
-            foreign.sources.append({"path": path})
-        else:
-            foreign.own["data.held_out"] = path
+    for name, path in zip(("training_file", "validation_file"), rows, strict=False):
+        ours = "data.sources: path" if name == "training_file" else "data.held_out"
+        foreign.own |= {"data.held_out": path} if name == "validation_file" else {}
+        foreign.sources += [{"path": path}] if name == "training_file" else []
+        for one in [one for one in foreign.settings if one.name == name]:
+            foreign.settings.remove(one)
+            foreign.add(one, "translated", f"{ours}: {path}")
 
 
 def _read_shell(text: str, name: str, texts: Mapping[str, str], rows: Sequence[str]) -> ForeignConfig:
     """Read the commands of a shell script: their flags, and the configs that they name."""
     foreign = ForeignConfig("transformers", text)
     for line, words in commands(text):
-        if any(word.endswith("llamafactory-cli") for word in words):
-            foreign.tool = "llama_factory"
-        elif any(word.endswith("trl") for word in words) and "sft" in words:
-            foreign.tool = "trl"
+        program = Path(words[0]).name
+        if program == "trl" and words[1:2] != ["sft"]:
+            what = f"`trl {words[1]}` is no supervised fine-tuning"
+            raise UserError(what, where=f"{name} line {line}", fix="only supervised fine-tuning on text is read")
+        foreign.tool = {"llamafactory-cli": "llama_factory", "trl": "trl"}.get(program, foreign.tool)
         configs = [word for word in words if word.endswith((".yaml", ".yml", ".json")) and is_file(word)]
         for config in [config for config in configs if config not in texts]:
             content = _text(Path(config))

@@ -21,7 +21,7 @@ _OPERATORS: dict[type[ast.operator], Any] = {
     ast.FloorDiv: operator.floordiv,
 }
 _LARGEST, _MAX_PARTS, _MAX_STATEMENTS = 1e15, 10_000, 20_000
-_PLAIN_CALLS = {"int": int, "float": float, "str": str, "bool": bool, "Path": str, "dict": dict, "list": list}
+_PLAIN_CALLS = {"int": int, "float": float, "str": str, "bool": bool, "Path": str, "dict": dict}
 _MAGIC = re.compile(r"^(\s*)[!%?].*$", re.MULTILINE)
 _CONFIG = ("Config", "Arguments")
 
@@ -120,14 +120,13 @@ class _Reader:
                     self.names.setdefault(argument.arg, self.value(default))
             elif isinstance(node, ast.ImportFrom):
                 self.imported |= {alias.asname: alias.name for alias in node.names if alias.asname}
-            elif isinstance(node, ast.For):
+            elif isinstance(node, ast.For | ast.AugAssign):
                 self._assign(node.target, Computed(ast.unparse(node.target)))
+                self.value(node.iter if isinstance(node, ast.For) else node.value)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 value = self.value(node.value)
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     self._assign(target, value)
-            elif isinstance(node, ast.AugAssign):
-                self._assign(node.target, self.value(ast.BinOp(node.target, node.op, node.value)))
             else:
                 self._inside(node)
             for part in ("body", "orelse", "finalbody", "handlers", "cases"):
@@ -176,7 +175,7 @@ class _Reader:
         unknown = Computed(ast.unparse(node)[:60])
         try:
             found = self._value(node, unknown)
-        except (ArithmeticError, TypeError, LookupError):
+        except (ArithmeticError, TypeError, ValueError, LookupError):
             return unknown
         return found if _num_parts(found) < _MAX_PARTS else unknown
 
@@ -186,9 +185,6 @@ class _Reader:
                 return node.value if isinstance(node.value, str | int | float | bool | None) else unknown
             case ast.Name():
                 return self.names.get(node.id, unknown)
-            case ast.NamedExpr():
-                self._assign(node.target, found := self.value(node.value))
-                return found
             case ast.List() | ast.Tuple() | ast.Set():
                 return [self.value(part) for part in node.elts]
             case ast.Dict():
@@ -246,9 +242,10 @@ class _Reader:
         plain = [value for key, value, _ in given if key.startswith("argument ")]
         unknown = Computed(ast.unparse(node)[:60])
         if isinstance(owner, Rows):
-            return Rows((*owner.parts, self._method(last, given, node)))
+            value = words.get("test_size", next(iter(words.values()), None))
+            return Rows((*owner.parts, Setting(last, value, self.name, node.lineno)))
         if isinstance(owner, dict) and last == "update":
-            owner |= as_words(plain, words)
+            owner |= {key: words[key] for key in words if " " not in key} | (plain[0] if plain else {})
         elif last == "load_dataset" and isinstance(words.get("path"), str):
             return Rows(tuple(Setting(key, value, self.name, line, last) for key, value, line in given))
         elif known is not None and known.get("only_key", "") in ("", *words):
@@ -264,13 +261,8 @@ class _Reader:
             return words
         elif last in ("get", "getenv") and "environ" in name + "getenv" and len(plain) == 2:
             return plain[1]
-        elif last in ("join", "Path") and plain and all(isinstance(one, str) for one in plain):
-            return "/".join(plain)
         elif last in _PLAIN_CALLS and len(plain) == 1 and not isinstance(plain[0], Computed):
-            try:
-                return _PLAIN_CALLS[last](plain[0])
-            except ValueError:
-                return unknown
+            return _PLAIN_CALLS[last](plain[0])
         return unknown
 
     def _arguments(self, node: ast.Call, order: Sequence[str]) -> Iterator[tuple[str, Any, int]]:
@@ -283,14 +275,6 @@ class _Reader:
             spread = cast(dict[str, Any], value) if isinstance(value, dict) else {f"**{value}": Computed("unknown")}
             for key, one in ({word.arg: value} if word.arg else spread).items():
                 yield str(key), one, word.value.lineno
-
-    def _method(self, last: str, given: Sequence[tuple[str, Any, int]], node: ast.Call) -> Setting:
-        """Return a method of rows as a part of them."""
-        values = {key: value for key, value, _ in given}
-        value = values.get("test_size", next(iter(values.values()), None))
-        if last == "train_test_split" and not isinstance(value, int | float):
-            value = 0.25
-        return Setting(last, value, self.name, node.lineno)
 
     def _settings(
         self, given: Sequence[tuple[str, Any, int]], short: str, known: Mapping[str, Any], node: ast.Call
@@ -338,12 +322,6 @@ class _Reader:
             why = "rows of a split or of another file are not read: `data.held_out: FILE` names a file"
             foreign.add(self.held_out, "lost", why=why)
         return foreign
-
-
-def as_words(plain: Sequence[Any], words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that `dict.update` sets."""
-    given = {key: value for key, value in words.items() if not key.startswith("argument ")}
-    return {**(plain[0] if plain and isinstance(plain[0], dict) else {}), **given}
 
 
 def _num_parts(value: Any) -> int:

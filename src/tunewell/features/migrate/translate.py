@@ -1,6 +1,5 @@
 """Translate the keys of another tool by the tables in `config/foreign*`, and write an entry for each."""
 
-import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from tunewell.config.load import load_config
 from tunewell.config.releases import owner_of, parse_release, stated_versions
 from tunewell.config.schema import ALIASES
 from tunewell.core.errors import UserError
-from tunewell.core.files import open_file, parse_json, read_bytes, read_data
+from tunewell.core.files import open_file, parse_json, read_data
 from tunewell.core.units import count
 from tunewell.features.migrate.ledger import (
     Computed,
@@ -41,8 +40,7 @@ _BATCH = (*_SIZES, "gradient_accumulation_steps")
 _HELD_OUT = ("val_set_size", "val_size", "test_datasets", "eval_dataset", "dataset_test_split")
 _STOPS = ("early_stopping_patience", "early_stopping_steps", "load_best_model_at_end")
 _OWN = ("seed", "run", "model", "tokenizer")
-_MAX_COUNTED = 1 << 30
-_PROJECTIONS = re.compile(r"\(([\w|]+)\)_proj|\b(\w+_proj)\b|\(([\w|]*_proj[\w|]*)\)")
+_PROJECTIONS = re.compile(r"\b(qkv|q|k|v|o|gate_up|gate|up|down|in|out)(?:_proj)?\b")
 
 
 @dataclass
@@ -242,14 +240,13 @@ def _own_values(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def _take_targets(one: Setting, draft: Draft) -> None:
-    """Take the names of layers out of a regular expression."""
-    found: list[str] = []
-    for stems, name, group in _PROJECTIONS.findall(one.value):
-        found += [f"{stem}_proj" for stem in stems.split("|") if stem] or ([name] if name else group.split("|"))
-    if names := list(dict.fromkeys(name for name in found if name)):
-        draft.set(one, {"method.targets": names}, "the layers that the expression names, in the text part")
-    elif re.fullmatch(r"[\w.]+(,\s*[\w.]+)*", one.value):
-        draft.set(one, {"method.targets": [part.strip() for part in one.value.split(",")]})
+    """Take the names of layers out of a list in a text, or out of a regular expression."""
+    found = [f"{stem}_proj" for stem in _PROJECTIONS.findall(one.value)]
+    if re.fullmatch(r"[\w.]+(,\s*[\w.]+)*", one.value):
+        draft.set(one, {"method.targets": re.split(r",\s*", one.value)})
+    elif found:
+        why = "the layers that the expression names, in the text part"
+        draft.set(one, {"method.targets": list(dict.fromkeys(found))}, why)
     else:
         draft.add(one, "lost", why="an expression is not read: all linear layers get an adapter")
 
@@ -278,18 +275,15 @@ def _take_defaults(draft: Draft) -> None:
         values.pop("load_in_4bit", None)
     model = str(draft.tree.get("model", "")).lower()
     targets = _all_defaults()["peft_targets"]
-    guess = next((found for names, found in targets.items() if any(part in model for part in names.split())), None)
+    guess = (found for names, found in targets.items() if any(part in model for part in names.split()))
+    if values.get("target_modules") == "?":
+        values["target_modules"] = next(guess, targets["other"])
     rank = draft.tree.get("method.rank", 8)
     if draft.foreign.tool == "llama_factory" and draft.tree.get("method.kind") != "full" and type(rank) is int:
         values["lora_alpha"] = 2 * rank
-    is_left_out = {name: value for name, value in values.items() if name not in given}
-    if "train.warmup" in draft.tree:
-        is_left_out = {name: value for name, value in is_left_out.items() if not name.startswith("warmup")}
-    guessed = {"?": guess or targets["other"]}
-    listed = [
-        Setting(name, guessed["?"] if value == "?" else value, "", 0, "default") for name, value in is_left_out.items()
-    ]
-    _take_all(listed, draft)
+    has_warmup = "train.warmup" in draft.tree
+    left_out = [name for name in values if name not in given and not (has_warmup and name.startswith("warmup"))]
+    _take_all([Setting(name, values[name], "", 0, "default") for name in left_out], draft)
 
 
 def _take_held_out(draft: Draft) -> None:
@@ -298,11 +292,13 @@ def _take_held_out(draft: Draft) -> None:
     for one in [draft.given[name] for name in _HELD_OUT if name in draft.given]:
         first = next(iter(as_list(one.value)), None)
         value = as_dict(first).get("path", first)
-        if not value:
-            draft.add(one, "not needed", why="not set")
-        elif (isinstance(value, str) and is_file(value)) or (isinstance(value, float | int) and 0 < value < 0.5):
-            size = value
-            draft.add(one, "translated", f"data.held_out: {shown_value(value)}")
+        if (
+            value is None
+            or (isinstance(value, str) and is_file(value))
+            or (isinstance(value, float | int) and 0 <= value < 0.5)
+        ):
+            size = value or 0
+            draft.add(one, "translated", f"data.held_out: {shown_value(size)}")
         else:
             draft.add(one, "lost", why="its rows are not read: `data.held_out` is a file of rows, or a share below 0.5")
     draft.put("data.held_out", size, "the rows that are held out there")
@@ -343,20 +339,6 @@ def _first_row(foreign: ForeignConfig) -> dict[str, Any]:
     return {}
 
 
-def _num_updates(draft: Draft, batch: int) -> int | None:
-    """Return the number of updates of the run, if its steps are set or its rows can be counted."""
-    epochs, total = draft.tree.get("train.epochs"), 0
-    if "train.max_steps" in draft.tree or not isinstance(epochs, int | float) or draft.tree.get("data.held_out"):
-        return draft.tree.get("train.max_steps")
-    for source in draft.foreign.sources:
-        path = str(source["path"])
-        if not (path.endswith(".jsonl") and is_file(path)) or Path(path).stat().st_size > _MAX_COUNTED:
-            return None
-        num_rows = sum(bool(line.strip()) for line in read_bytes(Path(path)).splitlines())
-        total += min(num_rows, source.get("limit", num_rows))
-    return math.ceil(total / batch) * int(epochs) or None if epochs == int(epochs) else None
-
-
 def _take_batch(processes: int | None, draft: Draft) -> None:
     """A step there is (rows or packed sequences per device) x (accumulation) x (processes)."""
     given, values = draft.given, default_values(draft.foreign)
@@ -368,23 +350,19 @@ def _take_batch(processes: int | None, draft: Draft) -> None:
     sizes = [name for name in _SIZES if name in given and given[name].value is not None]
     if not sizes:
         factors += [values[name] for name in _SIZES if name in values][:1]
-    if "batch_size" in sizes and len(sizes) > 1:  # Axolotl's `batch_size` is the whole step, in micro-batches
-        sizes, factors = ["batch_size"], [given["batch_size"].value]
     is_known = bool(factors) and all(type(one) is int and one > 0 for one in factors) and len(sizes) < 2
     rows = prod(cast(list[int], factors)) * num if is_known else 0
-    length = draft.tree.get("packing.context_length")
-    key, unit = "train.batch_documents", "document" if rows == 1 else "documents"
-    value = rows
+    key, value, unit = "train.batch_documents", rows, "document" if rows == 1 else "documents"
     if is_packed:
-        key, unit = "train.batch_tokens", f"packed sequences of {length} tokens"
+        length = draft.tree.get("packing.context_length")
         value = rows * length if isinstance(length, int) else 0
-        unit = f"packed sequences of {count(length)} tokens" if isinstance(length, int) else unit
+        key, unit = "train.batch_tokens", f"packed sequences of {length} tokens"
     is_taken = bool(value) and not invalid(key, value) and draft.foreign.tool != "openai"
     if is_taken:
         product = " x ".join(map(str, [*factors, *([num] if num > 1 else [])]))
         step = f"{product} = {rows} {unit}" if " x " in product else f"{rows} {unit}"
         draft.put(key, value, f"{step} a step")
-        updates = draft.tree.get("train.max_steps") if is_packed else _num_updates(draft, rows)
+        updates = draft.tree.get("train.max_steps")
         same = f": {count(updates)} updates there, {count(updates)} here" if updates else ""
         assumed = "" if processes or said else "; one process is assumed: `--processes N`"
         draft.batch = f"a step there is {step}, and here: `{key}: {value}`{same}{assumed}"
