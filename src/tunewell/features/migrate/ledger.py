@@ -1,14 +1,19 @@
 """The ledger of a migration: what became of every key of the source."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from tunewell.config import foreign as foreign_keys
+from tunewell.config.foreign import Translation
+from tunewell.config.load import load_config
+from tunewell.config.releases import owner_of
+from tunewell.config.schema import ALIASES
 from tunewell.config.yaml_reader import parse_scalar
+from tunewell.core.errors import UserError
 from tunewell.core.files import read_data
 from tunewell.core.text import shorten
 
@@ -122,8 +127,16 @@ class Migration:
         """Return the result for `--json`, without the text of the config."""
         counts = {status: len(self.of(status)) for status in STATUSES}
         head = {"tool": self.tool, "config": str(self.path), "keys": len(self.entries), "counts": counts}
-        lists = {name: asdict(self)[name] for name in ("entries", "defaults", "batch", "notes", "traps")}
-        return {**head, **lists}
+        return {**head, **{key: value for key, value in asdict(self).items() if key not in (*head, "path")}}
+
+
+def why_not(tree: dict[str, Any]) -> str:
+    """Return why a config is not valid, or an empty text."""
+    try:
+        load_config(tree)
+    except UserError as error:
+        return error.what.partition("\n")[0]
+    return ""
 
 
 @cache
@@ -133,9 +146,26 @@ def tables() -> dict[str, Any]:
 
 
 @cache
-def value_rows() -> dict[str, dict[str, Any]]:
-    """Return what values of a key mean, by the name of the key."""
-    return {name: row for names, row in tables()["values"].items() for name in names.split()}
+def rows_of(tool: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of the keys of a tool: those of our aliases and of `foreign.json`, and what is known beyond."""
+    if tool == "openai":
+        return tables()["openai"]
+    values = {name: row for names, row in tables()["values"].items() for name in names.split()}
+    aliases = {**ALIASES, **{name: name for name in ("seed", "run", "model", "tokenizer")}}
+    return {**foreign_keys.table(), **{name: {"key": key, "same": [""]} for name, key in aliases.items()}, **values}
+
+
+def fate(one: Setting, found: Translation, rows: Mapping[str, dict[str, Any]]) -> tuple[Status, dict[str, Any], str]:
+    """Return what became of a setting: its status, our keys, and why."""
+    own = {key: value for key, value, names in found.settings if one.name in names}
+    if one.name in found.refused:
+        return "lost", {}, rows.get(one.name, {}).get("lost", found.refused[one.name])
+    if one.name in found.unneeded:
+        return "not needed", {}, found.unneeded[one.name]
+    if own or one.name in found.used:
+        return "translated", own, "" if own else "together with other keys of its kind"
+    owner = owner_of(one.name)
+    return "lost", {}, f"tunewell has nothing like this setting{f' of {owner}' if owner else ''}"
 
 
 def as_dict(value: Any) -> dict[str, Any]:

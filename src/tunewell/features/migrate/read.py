@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from tunewell.config.foreign import table
 from tunewell.config.releases import owner_of
-from tunewell.config.schema import ALIASES, OPEN, Config
+from tunewell.config.schema import OPEN, Config
 from tunewell.config.yaml_reader import MAX_BYTES, KeyPath, raise_problems, read_yaml
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file
-from tunewell.features.migrate.ledger import ForeignConfig, Setting, as_dict, as_list, scalar, tables, value_rows
+from tunewell.features.migrate.ledger import ForeignConfig, Setting, as_dict, as_list, rows_of, scalar, tables
 from tunewell.features.migrate.rows import is_file, read_data_set
 from tunewell.features.migrate.script import notebook_code, read_script
 from tunewell.features.migrate.shell import commands, read_flags
@@ -143,7 +142,7 @@ def _flat(
         here = (*path, key)
         line = lines.get(here, lines.get(path, 1))
         call = str(path[-1]) if path and foreign.tool != "openai" else ""
-        is_known = key in table() or key in ALIASES or key in value_rows()
+        is_known = key in rows_of("")
         if key in ("datasets", "pretraining_dataset") and value:
             for number, one in enumerate(as_list(value)):
                 section = _merged(as_dict(one) or {"path": one})
@@ -173,7 +172,7 @@ def _require_training(foreign: ForeignConfig, name: str) -> None:
     names = [one.name for one in foreign.settings]
     if foreign.tool == "":
         raise UserError("this is the config of a launcher", where=name, fix="name the training's config too")
-    is_known = any(name in table() or name in ALIASES or owner_of(name) for name in names)
+    is_known = any(name in rows_of("") or owner_of(name) for name in names)
     if names and not is_known and not foreign.data_sets and foreign.tool != "openai":
         fix = "it reads configs of Axolotl, LLaMA-Factory and TRL, scripts, notebooks, shell scripts and OpenAI jobs"
         raise UserError("this is no config of a training that is known", where=name, fix=fix)

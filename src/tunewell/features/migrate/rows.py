@@ -3,12 +3,24 @@
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tunewell.config.foreign import translate
+from tunewell.config.load import set_value
 from tunewell.config.schema import OPEN
 from tunewell.core.errors import UserError
-from tunewell.features.migrate.ledger import ForeignConfig, Setting, as_dict, as_list, shown_value, tables
+from tunewell.features.migrate.ledger import (
+    ForeignConfig,
+    Setting,
+    as_dict,
+    as_list,
+    fate,
+    shown_value,
+    tables,
+    why_not,
+)
 
 _FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|txt|md|arrow|xlsx|zip)(\.gz|\.zst)?$", re.I)
 _HUB = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
@@ -71,44 +83,41 @@ def read_data_set(parts: list[Setting], foreign: ForeignConfig) -> None:
 
 def _read_part(part: Setting, source: dict[str, Any], lost: str, foreign: ForeignConfig, *, is_known: bool) -> None:
     """Put one key of a data set into our source."""
-    row = tables()["data_keys"].get(part.name, {"lost": "tunewell has no such setting of a data set"})
-    value = part.value
-    if "pattern" in row and (found := re.search(row["pattern"], str(value))):
-        value = int(found[1])
-    if value in (None, False, {}, []):
+    rows = tables()["data_keys"]
+    row = rows.get(part.name, {"lost": "tunewell has no such setting of a data set"})
+    if "pattern" in row and (found := re.search(row["pattern"], str(part.value))):
+        part = replace(part, value=int(found[1]))
+    if part.value in (None, False, {}, []):
         foreign.add(part, "not needed", why="not set")
     elif row.get("is_function"):
         read_function(part, foreign)
-    elif part.name == "type" and not is_known:
-        foreign.add(part, "lost", why="the format of the rows is found from their columns")
-    elif row.get("is_read"):
-        is_lost = bool(lost) and part.name in ("split", "data_files")
-        ours = {"path": f"path: {source['path']}", "type": _shown_format(source)}.get(part.name, f"in {source['path']}")
-        foreign.add(part, "lost" if is_lost else "translated", *(["", lost] if is_lost else [f"data.sources: {ours}"]))
-    elif "column" in row and isinstance(value, str):
-        if row["column"] != value:
-            source.setdefault("columns", {})[row["column"]] = value
-        foreign.add(part, "translated", f"data.sources: columns: {{{row['column']}: {value}}}")
     elif row.get("is_share"):
-        foreign.own["data.held_out"] = value
-        foreign.add(part, "translated", f"data.held_out: {shown_value(value)}")
-    elif row.get("key") == "template":
-        own = tables()["templates"].get(str(value), "auto")
-        source |= {"template": own} if own != "auto" else {}
-        foreign.add(part, "translated", f"data.sources: template: {own}", "" if own != "auto" else "that of the model")
-    elif row.get("key") == "limit" and (type(value) is not int or value < 1):
-        foreign.add(part, "lost", why="all rows are read: write `limit` on the source")
-    elif "key" in row:
-        source[row["key"]] = min(value, source.get("limit", value)) if row["key"] == "limit" else value
-        foreign.add(part, "translated", f"data.sources: {row['key']}: {shown_value(value)}")
+        foreign.own["data.held_out"] = part.value if isinstance(part.value, float) else 0.25
+        foreign.add(part, "translated", f"data.held_out: {foreign.own['data.held_out']}")
+    elif row.get("is_read"):
+        why = lost if part.name in ("split", "data_files") else ""
+        why = "the format of the rows is found from their columns" if part.name == "type" and not is_known else why
+        about = {key: source[key] for key in ("format", "template") if key in source and part.name == "type"}
+        shown = ", ".join(f"{key}: {value}" for key, value in (about or {"path": source["path"]}).items())
+        foreign.add(part, "lost" if why else "translated", "" if why else f"data.sources: {shown}", why)
     else:
-        why = row.get("needless") or row.get("lost", "it cannot be read")
-        foreign.add(part, "not needed" if "needless" in row else "lost", why=why)
+        status, own, why = fate(part, translate({part.name: part.value}, rows={part.name: row}), rows)
+        for key, value in own.items():
+            if problem := _invalid(key, value):
+                status, own, why = "lost", {}, problem
+            else:
+                set_value(
+                    source, tuple(key.split(".")), min(value, source.get(key, value)) if key == "limit" else value
+                )
+        ours = ", ".join(f"{key}: {shown_value(value)}" for key, value in own.items())
+        foreign.add(part, status, f"data.sources: {ours}" if own else "", why)
 
 
-def _shown_format(source: Mapping[str, Any]) -> str:
-    parts = [f"{key}: {source[key]}" for key in ("format", "template") if key in source]
-    return ", ".join(parts) or "the format is found from the columns"
+def _invalid(key: str, value: Any) -> str:
+    """Return why a source does not take a value, or an empty text."""
+    source: dict[str, Any] = {"path": "rows.jsonl"}
+    set_value(source, tuple(key.split(".")), value)
+    return why_not({"data": {"sources": [source]}})
 
 
 def read_function(part: Setting, foreign: ForeignConfig) -> None:

@@ -12,8 +12,8 @@ from typing import Any, cast
 from tunewell.config import foreign as foreign_keys
 from tunewell.config.foreign import table, translate
 from tunewell.config.keys import all_keys
-from tunewell.config.load import load_config
-from tunewell.config.releases import owner_of, parse_release, stated_versions
+from tunewell.config.load import set_value
+from tunewell.config.releases import parse_release, stated_versions
 from tunewell.config.schema import ALIASES
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file, parse_json, read_data
@@ -26,10 +26,11 @@ from tunewell.features.migrate.ledger import (
     Status,
     as_dict,
     as_list,
+    fate,
+    rows_of,
     scalar,
     shown_value,
-    tables,
-    value_rows,
+    why_not,
 )
 from tunewell.features.migrate.rows import is_file, read_function
 
@@ -38,8 +39,9 @@ _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus", "gpu_count", "ray_n
 _UNPACKED = ("sample_packing", "packing", "neat_packing")
 _BATCH = (*_SIZES, "gradient_accumulation_steps")
 _HELD_OUT = ("val_set_size", "val_size", "test_datasets", "eval_dataset", "dataset_test_split")
+_TAKEN = (*_BATCH, *_UNPACKED, *_PROCESSES, *_HELD_OUT)
+_TARGETS = ("lora_target_modules", "target_modules")
 _STOPS = ("early_stopping_patience", "early_stopping_steps", "load_best_model_at_end")
-_OWN = ("seed", "run", "model", "tokenizer")
 _PROJECTIONS = re.compile(r"\b(qkv|q|k|v|o|gate_up|gate|up|down|in|out)(?:_proj)?\b")
 
 
@@ -98,14 +100,9 @@ class Draft:
 
 def invalid(key: str, value: Any) -> str:
     """Return why our config does not take a value, or an empty text."""
-    tree: Any = value
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    try:
-        load_config(tree)
-    except UserError as error:
-        return error.what.partition("\n")[0]
-    return ""
+    tree: dict[str, Any] = {}
+    set_value(tree, tuple(key.split(".")), value)
+    return why_not(tree)
 
 
 def _differs(key: str, value: Any) -> bool:
@@ -119,8 +116,9 @@ def translate_config(foreign: ForeignConfig, *, processes: int | None = None) ->
     draft = Draft(foreign, _last_ones(foreign))
     _refuse_others(draft.given)
     draft.tree |= {key: value for key, value in foreign.own.items() if key != "data.held_out"}
-    models_first = sorted(draft.given.values(), key=lambda one: ALIASES.get(one.name, one.name) != "model")
-    _take_all(models_first, draft)
+    models = [one for name, one in draft.given.items() if ALIASES.get(name, name) == "model"]
+    _take_all(models, draft)
+    _take_all([one for one in draft.given.values() if one not in models], draft)
     _take_defaults(draft)
     _take_held_out(draft)
     _take_learn_from(draft)
@@ -162,81 +160,34 @@ def _refuse_others(given: Mapping[str, Setting]) -> None:
 
 
 def _take_all(settings: list[Setting], draft: Draft) -> None:
-    """Take settings by the tables: the meaning of their values, then their names."""
-    rest: dict[str, Setting] = {}
-    for one in settings:
-        if draft.foreign.tool == "openai":
-            _take_row(one, tables()["openai"].get(one.name, tables()["openai"]["other"]), draft)
-        elif one.name not in (*_BATCH, *_UNPACKED, *_PROCESSES, *_HELD_OUT) and not _take_value(one, draft):
-            rest[one.name] = one
-    found = translate({name: one.value for name, one in rest.items()})
-    for name, one in rest.items():
-        own = {key: value for key, value, names in found.settings if name in names}
-        if name in found.refused:
-            draft.add(one, "lost", why=table().get(name, {}).get("lost", found.refused[name]))
-        elif name in found.unneeded:
-            draft.add(one, "not needed", why=found.unneeded[name])
-        elif own:
-            draft.set(one, own)
-        elif name in found.used:
-            draft.add(one, "translated", why="together with other keys of its kind")
-        else:
-            owner = owner_of(name)
-            why = f"tunewell has nothing like this setting of {owner}" if owner else "tunewell has no such setting"
-            draft.add(one, "lost", why=why)
+    """Take settings by the tables."""
+    rows = rows_of(draft.foreign.tool)
+    rest = {one.name: one for one in settings if one.name not in _TAKEN and not _take_special(one, draft)}
+    if draft.foreign.tool == "openai":
+        rows = {name: rows.get(name, rows["other"]) for name in rest}
+    found = translate({name: one.value for name, one in rest.items()}, rows=rows)
+    for one in rest.values():
+        status, own, why = fate(one, found, rows)
+        if "template.name" in own and re.search(r"instruct|chat|-it\b", str(draft.tree.get("model", "")), re.I):
+            own, why = {"template.name": "auto"}, f"the model's own template is used; `{one.value}` is its name there"
+        draft.set(one, own, why) if own else draft.add(one, status, why=why)
     draft.notes += [text for text, wanted in found.notes if wanted and "{}" not in text]
 
 
-def _take_value(one: Setting, draft: Draft) -> bool:
-    """Take a setting by what its value means. Return whether it was taken."""
-    name, value = one.name, one.value
-    own = _own_values(name, value)
-    key = name if name in _OWN else ALIASES.get(name)
-    is_tuned = re.search(r"instruct|chat|-it\b", str(draft.tree.get("model", "")), re.I)
-    if value is None or value == "":
-        draft.add(one, "not needed", why="not set")
-    elif name == "formatting_func":
+def _take_special(one: Setting, draft: Draft) -> bool:
+    """Take a setting that depends on more than its value. Return whether it was taken."""
+    if one.name == "formatting_func":
         read_function(one, draft.foreign)
         draft.tree |= {key: value for key, value in draft.foreign.own.items() if key == "template.name"}
-    elif own is not None and "template.name" in own and is_tuned and not str(value).endswith(".jinja"):
-        draft.set(one, {"template.name": "auto"}, f"the model's own template is used; `{value}` is its name there")
-    elif own is not None:
-        _take_row(one, own, draft)
-    elif name in ("lora_target_modules", "target_modules") and isinstance(value, str) and value != "all-linear":
+    elif one.name in _TARGETS and isinstance(one.value, str) and one.value not in ("", "all", "all-linear"):
         _take_targets(one, draft)
-    elif key == "tokenizer" and value == draft.tree.get("model"):
+    elif one.name.startswith("tokenizer") and one.value == draft.tree.get("model"):
         draft.add(one, "not needed", why="the tokenizer is that of the model")
-    elif key is not None:
-        draft.set(one, {key: value})
+    elif one.name.startswith("chat_template") and str(one.value).endswith(".jinja"):
+        draft.set(one, {"template.name": one.value})
     else:
         return False
     return True
-
-
-def _take_row(one: Setting, row: Mapping[str, Any], draft: Draft) -> None:
-    """Take a setting by what a row says: keys of ours, or why it is lost or not needed."""
-    if "key" in row and one.value in (None, "auto"):
-        draft.add(one, "not needed", why="`auto` is a recommendation for these rows, here too")
-    elif "key" in row:
-        draft.set(one, {row["key"]: one.value})
-    elif "lost" in row and one.value not in (None, "auto"):
-        draft.add(one, "lost", why=row["lost"])
-    elif row.keys() - {"lost", "needless"}:
-        draft.set(one, row)
-    else:
-        draft.add(one, "not needed", why=row.get("needless", "this is how tunewell trains"))
-
-
-def _own_values(name: str, value: Any) -> dict[str, Any] | None:
-    """Return what a value means by the table, or None if it has no row."""
-    row = value_rows().get(name)
-    if row is None:
-        return None
-    listed = as_list(value)
-    text = shown_value(listed[0] if len(listed) == 1 else value)
-    like = (own for pattern, own in row.get("like", {}).items() if re.search(pattern, str(value)))
-    found = row.get(text, row.get(text.replace("_lr", ""), next(like, row.get("any"))))
-    return {"lost": row["lost"]} if found is None and "lost" in row else found
 
 
 def _take_targets(one: Setting, draft: Draft) -> None:
@@ -346,8 +297,8 @@ def _take_batch(processes: int | None, draft: Draft) -> None:
     said = draft.foreign.processes or next((one for one in listed if type(one) is int and one > 0), None)
     num = processes or said or 1
     is_packed = any(name in given and given[name].value is True for name in _UNPACKED)
-    factors = [given[name].value for name in _BATCH if name in given and given[name].value is not None]
-    sizes = [name for name in _SIZES if name in given and given[name].value is not None]
+    factors = [given[name].value for name in _BATCH if name in given and given[name].value not in (None, "auto")]
+    sizes = [name for name in _SIZES if name in given and given[name].value not in (None, "auto")]
     if not sizes:
         factors += [values[name] for name in _SIZES if name in values][:1]
     is_known = bool(factors) and all(type(one) is int and one > 0 for one in factors) and len(sizes) < 2
@@ -357,7 +308,7 @@ def _take_batch(processes: int | None, draft: Draft) -> None:
         length = draft.tree.get("packing.context_length")
         value = rows * length if isinstance(length, int) else 0
         key, unit = "train.batch_tokens", f"packed sequences of {length} tokens"
-    is_taken = bool(value) and not invalid(key, value) and draft.foreign.tool != "openai"
+    is_taken = bool(value) and not invalid(key, value)
     if is_taken:
         product = " x ".join(map(str, [*factors, *([num] if num > 1 else [])]))
         step = f"{product} = {rows} {unit}" if " x " in product else f"{rows} {unit}"
@@ -368,11 +319,9 @@ def _take_batch(processes: int | None, draft: Draft) -> None:
         draft.batch = f"a step there is {step}, and here: `{key}: {value}`{same}{assumed}"
     for name in [name for name in (*_BATCH, *_PROCESSES, *_UNPACKED) if name in given]:
         one = given[name]
-        if draft.foreign.tool == "openai":
-            continue
         if name in _UNPACKED:
             draft.add(one, "not needed", why="documents are always packed, and never attend to each other")
-        elif one.value is None:
+        elif one.value in (None, "auto"):
             draft.add(one, "not needed", why="not set")
         elif is_taken:
             draft.add(one, "translated", f"{key}: {value}", f"a step is {rows} {unit}")
