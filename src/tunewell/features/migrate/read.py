@@ -12,7 +12,7 @@ from tunewell.config.schema import OPEN, Config
 from tunewell.config.yaml_reader import MAX_BYTES, KeyPath, raise_problems, read_yaml
 from tunewell.core.errors import UserError
 from tunewell.core.files import open_file
-from tunewell.features.migrate.ledger import ForeignConfig, Setting, as_dict, as_list, rows_of, scalar, tables
+from tunewell.features.migrate.ledger import Computed, ForeignConfig, Setting, as_dict, as_list, rows_of, scalar, tables
 from tunewell.features.migrate.rows import is_file, read_data_set
 from tunewell.features.migrate.script import notebook_code, read_script
 from tunewell.features.migrate.shell import commands, read_flags
@@ -39,7 +39,9 @@ def read_files(paths: Sequence[Path]) -> ForeignConfig:
         if kinds[name] != "info":
             found = _read(name, texts, kinds[name], rows)
             foreign = foreign.join(found) if foreign else found
-    if foreign is None or not (foreign.settings or foreign.data_sets or foreign.entries or rows):
+    if foreign is None or not (
+        foreign.data_sets or rows or any(not isinstance(one.value, Computed) for one in foreign.settings)
+    ):
         fix = "name the training's config, its script, or the command (`.sh`) that sets its values"
         raise UserError("nothing that is known is set here", where=next(iter(texts)), fix=fix)
     _require_training(foreign, next(iter(texts)))
@@ -104,7 +106,7 @@ def _read_documented(foreign: ForeignConfig, text: str, name: str) -> None:
         if any(word.endswith(".py") or word == "sft" for word in words):
             foreign.settings += read_flags(words, name, line)
             foreign.own.pop("method.kind", None)
-            foreign.defaults += ["transformers", "trl"]
+            foreign.tool = "trl" if "TrlParser(" in foreign.text else foreign.tool
             return
 
 
@@ -184,20 +186,21 @@ def _name_data_sets(foreign: ForeignConfig, texts: Mapping[str, str]) -> None:
     keys: dict[str, str] = tool.get("data_keys", tables()["tools"]["trl"]["data_keys"])
     given = {one.name: one for one in foreign.settings if one.value not in (None, "", [])}
     path = next((given[name] for name, own in keys.items() if own == "path" and name in given), None)
-    listed = as_list(path.value) if path else []
-    sets: list[dict[str, Any]] = [{"path": one} for one in listed]
-    if foreign.tool == "llama_factory":
+    if path is not None:
         folder = str(given["dataset_dir"].value if "dataset_dir" in given else "data").removeprefix("REMOTE:")
-        names = [part.strip() for one in listed for part in str(one).split(",")]
-        sets = [_named(one, _dataset_info(texts, folder), folder) for one in names if one]
-    for facts in sets if path else []:
-        foreign.data_sets.append([replace(path, name=key, value=facts[key], alias=path.name) for key in facts])
+        sets: list[dict[str, Any]] = [{"path": one} for one in as_list(path.value)]
+        if foreign.tool == "llama_factory":
+            names = [name.strip() for one in as_list(path.value) for name in str(one).split(",") if name.strip()]
+            sets = [_named(name, _dataset_info(texts, folder), folder) for name in names]
+        foreign.data_sets += [
+            [replace(path, name=key, value=facts[key], alias=path.name) for key in facts] for facts in sets
+        ]
+        foreign.settings.remove(path)
     others = [one for name, one in given.items() if keys.get(name) not in (None, "path")] if foreign.data_sets else []
     for one in others:
         for parts in foreign.data_sets:
             parts.append(replace(one, name=keys[one.name], alias=one.label))
-    taken = [*others, *([path] if sets else [])]
-    foreign.settings = [one for one in foreign.settings if one not in taken]
+    foreign.settings = [one for one in foreign.settings if one not in others]
     is_lora = any(name in given and given[name].value for name in tool.get("lora", "").split())
     is_lora |= tool.get("is_lora", False) and "finetuning_type" not in given
     foreign.defaults += f"{tool.get('defaults', '')} {tool.get('lora_defaults', '') if is_lora else ''}".split()

@@ -105,10 +105,9 @@ def _read_part(part: Setting, source: dict[str, Any], lost: str, foreign: Foreig
         for key, value in own.items():
             if problem := _invalid(key, value):
                 status, own, why = "lost", {}, problem
-            else:
-                set_value(
-                    source, tuple(key.split(".")), min(value, source.get(key, value)) if key == "limit" else value
-                )
+            elif key != f"columns.{value}":
+                least = min(value, source.get(key, value)) if key == "limit" else value
+                set_value(source, tuple(key.split(".")), least)
         ours = ", ".join(f"{key}: {shown_value(value)}" for key, value in own.items())
         foreign.add(part, status, f"data.sources: {ours}" if own else "", why)
 

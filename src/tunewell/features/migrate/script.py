@@ -103,6 +103,7 @@ class _Reader:
         self.imported: dict[str, str] = {}
         self.rows: Any = None
         self.held_out: Any = None
+        self.loaded: list[Setting] = []
         self.num_statements = 0
 
     def read(self, body: Sequence[ast.stmt]) -> None:
@@ -247,7 +248,9 @@ class _Reader:
         if isinstance(owner, dict) and last == "update":
             owner |= {key: words[key] for key in words if " " not in key} | (plain[0] if plain else {})
         elif last == "load_dataset" and isinstance(words.get("path"), str):
-            return Rows(tuple(Setting(key, value, self.name, line, last) for key, value, line in given))
+            parts = tuple(Setting(key, value, self.name, line, last) for key, value, line in given)
+            self.loaded += parts
+            return Rows(parts)
         elif known is not None and known.get("only_key", "") in ("", *words):
             self._settings(given, ".".join(name.split(".")[-2:] if "pretrained" in name else [last]), known, node)
             return Computed(unknown.text, last)
@@ -310,11 +313,15 @@ class _Reader:
         loaded = [one for one in self.names.values() if isinstance(one, Rows)][-1:]
         if self.rows is not None:
             listed = cast(list[Any], self.rows.value) if isinstance(self.rows.value, list) else [self.rows.value]
-            loaded = [one for one in listed if isinstance(one, Rows)]
-            is_known = len(loaded) == len(listed)
+            given = [one for one in listed if isinstance(one, Rows)]
+            is_known, loaded = len(given) == len(listed), given or loaded
             why = "" if is_known else "rows are made while the script runs: check `data.sources`, and name their file"
             foreign.add(self.rows, "translated" if is_known else "lost", "data.sources" if is_known else "", why)
         foreign.data_sets += [list(one.parts) for one in loaded]
+        used = {part for one in loaded for part in one.parts}
+        for part in dict.fromkeys(self.loaded):
+            if part not in used:
+                foreign.add(part, "not needed", why="the trainer does not get these rows")
         is_split = any(part.name == "train_test_split" for one in loaded for part in one.parts)
         if self.held_out is not None and is_split:
             foreign.add(self.held_out, "translated", "data.held_out")

@@ -166,7 +166,7 @@ def _take_all(settings: list[Setting], draft: Draft) -> None:
     if draft.foreign.tool == "openai":
         rows = {name: rows.get(name, rows["other"]) for name in rest}
     found = translate({name: one.value for name, one in rest.items()}, rows=rows)
-    for one in rest.values():
+    for one in sorted(rest.values(), key=lambda one: one.name == "lora_target_linear"):
         status, own, why = fate(one, found, rows)
         if "template.name" in own and re.search(r"instruct|chat|-it\b", str(draft.tree.get("model", "")), re.I):
             own, why = {"template.name": "auto"}, f"the model's own template is used; `{one.value}` is its name there"
@@ -230,7 +230,8 @@ def _take_defaults(draft: Draft) -> None:
     if values.get("target_modules") == "?":
         values["target_modules"] = next(guess, targets["other"])
     rank = draft.tree.get("method.rank", 8)
-    if draft.foreign.tool == "llama_factory" and draft.tree.get("method.kind") != "full" and type(rank) is int:
+    kind = getattr(given.get("finetuning_type"), "value", "lora")
+    if draft.foreign.tool == "llama_factory" and kind == "lora" and type(rank) is int:
         values["lora_alpha"] = 2 * rank
     has_warmup = "train.warmup" in draft.tree
     left_out = [name for name in values if name not in given and not (has_warmup and name.startswith("warmup"))]
@@ -243,12 +244,11 @@ def _take_held_out(draft: Draft) -> None:
     for one in [draft.given[name] for name in _HELD_OUT if name in draft.given]:
         first = next(iter(as_list(one.value)), None)
         value = as_dict(first).get("path", first)
-        if (
-            value is None
-            or (isinstance(value, str) and is_file(value))
-            or (isinstance(value, float | int) and 0 <= value < 0.5)
-        ):
-            size = value or 0
+        is_share = isinstance(value, float | int) and 0 <= value < 0.5
+        if value is None:
+            draft.add(one, "not needed", why="not set")
+        elif is_share or is_file(str(value)):
+            size = value
             draft.add(one, "translated", f"data.held_out: {shown_value(size)}")
         else:
             draft.add(one, "lost", why="its rows are not read: `data.held_out` is a file of rows, or a share below 0.5")
@@ -296,7 +296,8 @@ def _take_batch(processes: int | None, draft: Draft) -> None:
     listed = [given[name].value for name in _PROCESSES if name in given]
     said = draft.foreign.processes or next((one for one in listed if type(one) is int and one > 0), None)
     num = processes or said or 1
-    is_packed = any(name in given and given[name].value is True for name in _UNPACKED)
+    packs = [given[name].value for name in _UNPACKED if name in given]
+    is_packed = True in packs or (not packs and "stage" in given and given["stage"].value == "pt")
     factors = [given[name].value for name in _BATCH if name in given and given[name].value not in (None, "auto")]
     sizes = [name for name in _SIZES if name in given and given[name].value not in (None, "auto")]
     if not sizes:

@@ -84,7 +84,7 @@ def config_text(draft: Draft, path: Path, files: Sequence[Path]) -> str:
         set_value(tree, tuple(key.split(".")), draft.tree[key])
     base = Path(os.path.relpath(Path.cwd(), path.parent.resolve()))
     if base != Path():
-        tree = respell_paths("", tree, lambda text: (base / text).as_posix())
+        tree = respell_paths("", tree, lambda text: text if text == OPEN else (base / text).as_posix())
     dumped = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10**9)
     text = re.sub(r"(?m)^(?=\w)", "\n", dumped)
     lines = text.splitlines()
