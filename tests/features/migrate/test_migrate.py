@@ -146,7 +146,7 @@ def keys_of_code(code: str) -> list[str]:
 
 KINDS = {
     "an Axolotl YAML": ("a.yaml", AXOLOTL, keys_of_tree(yaml.safe_load(AXOLOTL))),
-    "a LLaMA-Factory YAML": ("a.yaml", FACTORY, keys_of_tree(yaml.safe_load(FACTORY)) + ["dataset"]),
+    "a LLaMA-Factory YAML": ("a.yaml", FACTORY, [*keys_of_tree(yaml.safe_load(FACTORY)), "dataset"]),
     "a script": ("a.py", SCRIPT, keys_of_code(SCRIPT)),
     "a notebook": ("a.ipynb", json.dumps(NOTEBOOK), keys_of_code(SCRIPT)),
     "a command": ("a.sh", COMMAND, re.findall(r"--(\w+)", COMMAND)),

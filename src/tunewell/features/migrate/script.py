@@ -334,7 +334,7 @@ class _Reader:
 def _num_parts(value: Any) -> int:
     """Return the size of a value: a few lines can double a list or a text until it fills the memory."""
     if isinstance(value, str):
-        return len(value) // 100
+        return 1 + len(value) // 100
     if isinstance(value, dict):
         value = list(cast(dict[str, Any], value).values())
     return 1 + sum(map(_num_parts, cast(list[Any], value))) if isinstance(value, list) else 1
