@@ -162,7 +162,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ledger_closes(kind: str) -> None:
-    """Each key has an entry with its line, and no entry is without a reason. A key that is left out is a silent loss."""
+    """Each key has an entry with its line, and no entry is without a reason. A missing key is a silent loss."""
     name, text, keys = KINDS[kind]
     found = run(text, name)
     assert sorted(one.key.rpartition(".")[2] for one in found.entries) == sorted(keys)
