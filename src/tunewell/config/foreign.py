@@ -8,10 +8,11 @@ each name, or for several with a space between them:
 same         values without effect here; `null` always is one
 unset_beside a name beside which `false` is a default, as in a dump of all settings
 to           value -> the settings of tunewell with the same meaning
+any          the settings of tunewell for any other value
 key          the key of tunewell that takes any other value; with `is_list`, also from a text like `a,b`
 is_method    the value is a name in `method_names.json`
 is_computed  the value is translated by a function below
-needless     why no other value changes anything here
+needless     why no other value changes anything here; with `like`, no value whose text this expression finds
 instead      what to write instead of any other value
 lost         what it means for the run that the value has no equivalent; without it, `instead` says it
 refuse       what such a config trains, if that is nothing that tunewell trains
@@ -73,15 +74,19 @@ class Translation:
         self.used.add(name)
 
 
-def translate(found: Mapping[str, Any], *, context_length: Any = None) -> Translation:
+def translate(
+    found: Mapping[str, Any], *, context_length: Any = None, rows: Mapping[str, dict[str, Any]] | None = None
+) -> Translation:
     """Translate the foreign names among unknown keys; keys that are not recognised are left out.
 
     `context_length` is that of the config. The batch of a trainer that packs is counted in sequences of this length.
+    `rows` is another table in place of `foreign.json`.
     """
+    rows = table() if rows is None else rows
     result = Translation()
     given = {name: value for name, value in found.items() if value is not None}
-    for name in [name for name in found if name in table()]:
-        _translate_row(name, given, result)
+    for name in [name for name in found if name in rows]:
+        _translate_row(name, rows[name], given, result)
     _translate_method("kind", found.get("kind"), result)
     _translate_batch(given, result, context_length)
     _translate_precision(given, result)
@@ -96,22 +101,24 @@ def translate(found: Mapping[str, Any], *, context_length: Any = None) -> Transl
     return result
 
 
-def _translate_row(name: str, given: Mapping[str, Any], result: Translation) -> None:
+def _translate_row(name: str, row: dict[str, Any], given: Mapping[str, Any], result: Translation) -> None:
     """Translate a name by its row in the table."""
-    row, value = table()[name], given.get(name)
+    value = given.get(name)
     if value is None or value in row.get("same", ()) or (value is False and row.get("unset_beside") in given):
         result.skip(name, "not set" if value is None else row.get("needless", "this is how tunewell trains"))
-    elif own := row.get("to", {}).get(value.lower() if isinstance(value, str) else json.dumps(value, default=str)):
+    elif own := row.get("to", {}).get(
+        value.lower() if isinstance(value, str) else json.dumps(value, default=str), row.get("any")
+    ):
         for key, meant in own.items():
             result.set(key, meant, name)
     elif "key" in row:
         if row.get("is_list") and isinstance(value, str):
             value = [part.strip() for part in value.split(",")]
         result.set(row["key"], value, name)
-    elif "needless" in row:
+    elif "needless" in row and re.search(row.get("like", ""), str(value)):
         result.skip(name, row["needless"])
     elif not ("is_method" in row and _translate_method(name, value, result)) and not row.get("is_computed"):
-        result.refuse(name, row.get("instead", _NO_EQUIVALENT))
+        result.refuse(name, row.get("instead") or row.get("lost", _NO_EQUIVALENT))
 
 
 def _translate_method(name: str, given: Any, result: Translation) -> bool:

@@ -1,6 +1,8 @@
 """`tunewell migrate` reads configs, scripts and jobs of other tools, and accounts for every key."""
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +110,68 @@ def fate(found: Migration, key: str) -> tuple[str, str]:
     return one.status, one.ours or one.why
 
 
-def test_the_ledger_of_a_yaml_closes() -> None:
-    """Each key at the top, and each key of each data set, has one entry with its line."""
-    found = run(AXOLOTL)
-    tree = yaml.safe_load(AXOLOTL)
-    keys = [key for key in tree if key != "datasets"]
-    keys += [f"datasets[{number}].{key}" for number, one in enumerate(tree["datasets"]) for key in one]
-    assert sorted(one.key for one in found.entries) == sorted(keys)
-    lines = AXOLOTL.splitlines()
+COMMAND = """\
+# a run
+accelerate launch --num_processes 2 sft.py --model_name_or_path acme/a --dataset_name acme/talks \\
+    --learning_rate=1e-4 --use_peft > log.txt 2>&1 &
+"""
+SECTIONS = {"training": {"learning_rate": 1e-4, "odd": {"depth": 1, "seed": 3}}, "data": {"dataset_name": "acme/talks"}}
+NOTEBOOK = {"cells": [{"cell_type": "code", "source": ["!pip install trl\n", "%cd x\n", *SCRIPT.splitlines(True)]}]}
+
+
+def keys_of_tree(tree: Any) -> list[str]:
+    """Return the last part of every key that has a value of its own."""
+    if isinstance(tree, list):
+        return [key for one in tree for key in keys_of_tree(one)]
+    inner = {key: keys_of_tree(value) for key, value in tree.items() if isinstance(value, dict | list) and value}
+    return [name for key in tree for name in (inner[key] if inner.get(key) else [key])]
+
+
+def keys_of_code(code: str) -> list[str]:
+    """Return the arguments of the calls that set something, and the methods of the rows."""
+    known = {"LoraConfig", "SFTConfig", "SFTTrainer"}
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    words = [
+        word for call in calls if isinstance(call.func, ast.Name) and call.func.id in known for word in call.keywords
+    ]
+    return [word.arg for word in words if word.arg] + [
+        "weight_decay",
+        "lr_scheduler_type",
+        "path",
+        "name",
+        "split",
+        "map",
+    ]
+
+
+KINDS = {
+    "an Axolotl YAML": ("a.yaml", AXOLOTL, keys_of_tree(yaml.safe_load(AXOLOTL))),
+    "a LLaMA-Factory YAML": ("a.yaml", FACTORY, [*keys_of_tree(yaml.safe_load(FACTORY)), "dataset"]),
+    "a script": ("a.py", SCRIPT, keys_of_code(SCRIPT)),
+    "a notebook": ("a.ipynb", json.dumps(NOTEBOOK), keys_of_code(SCRIPT)),
+    "a command": ("a.sh", COMMAND, re.findall(r"--(\w+)", COMMAND)),
+    "a job": ("a.json", json.dumps(JOB, indent=1), keys_of_tree(JOB)),
+    "a JSON with sections": ("a.json", json.dumps(SECTIONS, indent=1), keys_of_tree(SECTIONS)),
+    "a TRL YAML": (
+        "a.yaml",
+        "model_name_or_path: acme/a\ndatasets:\n- path: b/c\n  odd: 1\n",
+        ["model_name_or_path", "path", "odd"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ledger_closes(kind: str) -> None:
+    """Each key has an entry with its line, and no entry is without a reason. A missing key is a silent loss."""
+    name, text, keys = KINDS[kind]
+    found = run(text, name)
+    assert sorted(one.key.rpartition(".")[2] for one in found.entries) == sorted(keys)
+    lines = text.splitlines() if kind != "a notebook" else ["", "", *SCRIPT.splitlines()]
     for one in found.entries:
-        assert one.key.rpartition(".")[2] in lines[one.line - 1]
         assert one.ours or one.why
+        last = one.key.rpartition(".")[2]
+        is_implied = last in ("weight_decay", "lr_scheduler_type", "path", "name", "model") or not one.line
+        assert is_implied or last in "\n".join(lines[one.line - 1 : one.line + 1]) or one.value in lines[one.line - 1]
 
 
 def test_a_batch_of_packed_sequences_is_counted_in_tokens_times_the_processes() -> None:
@@ -196,10 +249,8 @@ def test_texts_with_labels_stay_texts_and_updates_are_counted() -> None:
         SCRIPT.replace('"acme/talks", "en", split="train[:200]"', '"json", data_files="rows.jsonl"'), "train.py"
     )
     assert load_config(found.path).config.data.sources[0].format == "text"
-    plain = run(
-        SCRIPT.replace('"acme/talks", "en"', '"json", data_files="rows.jsonl"').replace("packing=True, ", ""), "b.py"
-    )
-    assert "9 updates there, 9 here" in plain.batch
+    steps = run(SCRIPT.replace("packing=True, ", "max_steps=9, "), "b.py")
+    assert "9 updates there, 9 here" in steps.batch
 
 
 def test_a_notebook_is_read_without_its_commands() -> None:
@@ -313,3 +364,69 @@ def test_damaged_sources_give_a_config_or_a_user_error(source: tuple[str, str], 
         return
     assert load_config(found.path).config
     assert not Path("executed.txt").exists()
+
+
+def test_what_a_script_changes_after_a_call_counts() -> None:
+    """`args.x = 1`, `d["x"] = 1`, `{**d}`, `d.update(x=1)`, imports with another name, arguments without a name."""
+    text = """
+from transformers import TrainingArguments as TA
+base = dict(weight_decay=0.1)
+more = {**base, "num_train_epochs": 2}
+more["per_device_train_batch_size"] = 3
+more.update(max_grad_norm=0.5)
+args = TA("out", learning_rate=1e-4, **more)
+args.seed = 9
+trainer = SFTTrainer("acme/a", args, None, load_dataset("acme/talks", split="train"))
+"""
+    config = load_config(run(text, "a.py").path).config
+    assert (config.run, config.model, config.seed) == ("out", "acme/a", 9)
+    assert (config.train.weight_decay, config.train.epochs, config.train.max_grad_norm) == (0.1, 2, 0.5)
+    assert config.train.batch_documents == 3 and config.data.sources[0].path == "hf://datasets/acme/talks"
+
+
+def test_a_value_that_depends_on_a_branch_is_lost_and_not_guessed() -> None:
+    """The last branch won without a word. Of two trainings in one script, the settings were mixed."""
+    branch = "if x():\n    rate = 1e-4\nelse:\n    rate = 2e-4\nargs = SFTConfig(learning_rate=rate, seed=1)\n"
+    assert fate(run(branch, "a.py"), "SFTConfig.learning_rate")[0] == "lost"
+    two = run("a = SFTConfig(max_steps=10)\nb = SFTConfig(num_train_epochs=2)\n", "b.py")
+    assert fate(two, "SFTConfig.max_steps")[0] == "lost" and load_config(two.path).config.train.max_steps is None
+
+
+@pytest.mark.parametrize("line", ['x = {"a": x, "b": x}', "x = [x, x, x]", 'x = f"{x}{x}{x}"', "x = x + x"])
+def test_a_value_that_doubles_in_each_line_is_not_followed(line: str) -> None:
+    """Sixty lines made a value of 2**60 parts, whose text never ended."""
+    found = run(f'x = ["a"]\n{(line + chr(10)) * 60}args = SFTConfig(learning_rate=x, seed=1)\n', "a.py")
+    assert fate(found, "SFTConfig.learning_rate")[0] == "lost"
+
+
+def test_yaml_of_version_1_is_read_as_its_tools_do() -> None:
+    """Merge keys, `yes`, `1_000` and a quoted number were lost; their tools use a reader of YAML 1.1."""
+    text = (
+        "base_model: acme/a\nx: &own {path: rows.jsonl, type: alpaca}\ndatasets: [{<<: *own, split: train}]\n"
+        "adapter: lora\nload_in_4bit: yes\nwarmup_steps: 1_000\nmicro_batch_size: '2'\ngroup_by_length: no\n"
+    )
+    config = load_config(run(text).path).config
+    assert (config.method.quantize, config.train.warmup, config.train.batch_documents) == ("nf4", 1000, 2)
+    assert (config.data.sources[0].path, config.data.sources[0].format) == ("rows.jsonl", "alpaca")
+
+
+def test_a_command_is_read_up_to_its_redirection() -> None:
+    """`> log 2>&1 &` became five data sets, and a line end of Windows the second model."""
+    found = run(COMMAND.replace("\n", "\r\n"), "a.sh")
+    config = load_config(found.path).config
+    assert config.model == "acme/a" and [one.path for one in config.data.sources] == ["hf://datasets/acme/talks"]
+    variable = run("python sft.py --model_name_or_path $1 --learning_rate 1e-4\n", "b.sh")
+    assert fate(variable, "model_name_or_path")[0] == "lost"
+    with pytest.raises(UserError, match="trl dpo"):
+        run("trl dpo --model_name_or_path acme/a\n", "c.sh")
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "-rf", "a b\n- path: /etc/passwd", "\x1b[31m"])
+def test_a_hostile_path_is_a_text_like_any_other(path: str) -> None:
+    """A path of 5,000 characters was a crash."""
+    tree = {"base_model": path, "datasets": [{"path": path}], "test_datasets": [{"path": path}], "learning_rate": 1e-4}
+    try:
+        found = run(json.dumps(tree), "a.json")
+    except UserError:
+        return
+    assert len(load_config(found.path).config.data.sources) == 1

@@ -113,7 +113,7 @@ args = TrainingArguments(
             "    --data_dirs data/sft_processed/alpaca_chatml_32k_1024_v3 \\\n"
             "    --tokenizer_path data/models/tokenizers/spm_32k\n"
         ),
-        "load.py": "model = load_pretrained_model(model_path, device='cpu')\\n",
+        "load.py": "model = load_pretrained_model(model_path, device='cpu')\n",
     },
 }
 TRAPS = {

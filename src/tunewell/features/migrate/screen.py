@@ -33,9 +33,7 @@ def migration_screen(found: Migration, *, shows_all: bool) -> str:
         if len(entries) > len(shown):
             lines.append(hanging("  ", f"and {len(entries) - len(shown)} that set nothing: `--all` shows them"))
     if found.defaults:
-        rows = [
-            [f"  {one.key.removeprefix('default.')}: {one.value}", "", one.ours or one.why] for one in found.defaults
-        ]
+        rows = [[f"  {one.key}: {one.value}", "", one.ours or one.why] for one in found.defaults]
         lines += ["", "defaults there, which the source left out", folded_table(rows)]
     lines += _list("traps of this source, and what happens here", found.traps)
     lines += _list("notes", found.notes)

@@ -6,13 +6,12 @@ import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from textwrap import dedent
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
-from tunewell.features.migrate.ledger import Computed, Entry, ForeignConfig, Setting, entry
-from tunewell.features.migrate.rows import source_of, tables
+from tunewell.features.migrate.ledger import Computed, ForeignConfig, Setting, tables
 
 _OPERATORS: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
@@ -20,35 +19,21 @@ _OPERATORS: dict[type[ast.operator], Any] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
 }
-_LARGEST, _LONGEST = 1e15, 100_000
-_PLAIN_CALLS = {"int": int, "float": float, "str": str, "bool": bool}
-_PRECISION_CALLS = ("is_bfloat16_supported", "is_bf16_supported")
-_SAME_ROWS = ("shuffle", "remove_columns", "with_format", "to_iterable_dataset", "flatten_indices", "select_columns")
-_NAMED_ROWS = ("standardize_sharegpt", "standardize_data_formats", "concatenate_datasets", "interleave_datasets")
-_WIRING = (
-    "model",
-    "args",
-    "tokenizer",
-    "processing_class",
-    "peft_config",
-    "train_dataset",
-    "trainer",
-    "quantization_config",
-)
-_MAGIC = re.compile(r"^\s*[!%].*$", re.MULTILINE)
-_MAX_STATEMENTS = 20_000
+_LARGEST, _MAX_PARTS, _MAX_STATEMENTS = 1e15, 10_000, 20_000
+_PLAIN_CALLS = {"int": int, "float": float, "str": str, "bool": bool, "Path": str, "dict": dict}
+_MAGIC = re.compile(r"^(\s*)[!%?].*$", re.MULTILINE)
+_CONFIG = ("Config", "Arguments")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rows:
-    """The rows of a `load_dataset` and what is done to them."""
+    """The rows of a `load_dataset`: its arguments, and the methods called on them."""
 
-    source: dict[str, Any]
-    entries: list[Entry] = field(default_factory=list[Entry])
-    test_size: Any = None
-    others: list["Rows"] = field(default_factory=list["Rows"])
+    parts: tuple[Setting, ...]
+
+    def __str__(self) -> str:
+        return str(self.parts[0].value) if self.parts else "rows"
 
 
 def notebook_code(text: str) -> str | None:
@@ -58,69 +43,67 @@ def notebook_code(text: str) -> str | None:
         parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return "\n".join(part if _is_python(part) else f"# {part}".replace("\n", "\n# ") for part in parts)
-
-
-def _parsed(code: str) -> ast.Module:
-    with warnings.catch_warnings():  # of escapes and numbers in code of others
-        warnings.simplefilter("ignore")
-        return ast.parse(code)
+    return "\n".join(part if _is_python(part) else re.sub("(?m)^", "# ", part) for part in parts)
 
 
 def _is_python(cell: str) -> bool:
     try:
-        _parsed(_without_magic(cell))
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        _parse(cell)
+    except UserError:
         return False
-    return not cell.lstrip().startswith("%%bash")
+    return not re.match(r"\s*%%(?!capture|time)", cell)
 
 
-def _without_magic(code: str) -> str:
-    """Replace the lines of a notebook that are commands of the shell or of the notebook."""
-    code = re.sub(r"^%%\w+[^\n]*$", "#", code, flags=re.MULTILINE)
-    return _MAGIC.sub(lambda found: re.sub(r"[!%]", "pass #", found[0], count=1), code)
-
-
-def read_script(text: str, name: str) -> ForeignConfig:
-    """Read the settings of a script. Raise UserError if it is not Python, or trains what tunewell does not."""
-    code = dedent(_without_magic(text))
+def _parse(text: str, name: str = "") -> ast.Module:
+    """Parse code without the lines that are commands of the shell or of the notebook."""
     try:
-        tree = _parsed(code)
-        _refuse(tree, name, code)
-        reader = _Reader(name, ForeignConfig("transformers", text=text))
-        reader.read(tree.body)
+        with warnings.catch_warnings():  # of escapes and numbers in code of others
+            warnings.simplefilter("ignore")
+            return ast.parse(dedent(_MAGIC.sub(r"\1pass", text)))
     except SyntaxError as error:
         raise UserError(f"the script is not Python: {error.msg}", where=f"{name} line {error.lineno}") from None
     except (ValueError, MemoryError, RecursionError) as error:
         raise UserError(f"the script cannot be read: {error}", where=name) from None
-    reader.finish()
-    return reader.foreign
 
 
-def _refuse(tree: ast.Module, name: str, code: str) -> None:
+def read_script(text: str, name: str) -> ForeignConfig:
+    """Read the settings of a script. Raise UserError if it is not Python, or trains what tunewell does not."""
+    tree = _parse(text, name)
+    _refuse(tree, name, text)
+    reader = _Reader(name, text)
+    try:
+        reader.read(tree.body)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the script cannot be read: {error}", where=name) from None
+    return reader.finish()
+
+
+def _refuse(tree: ast.Module, name: str, text: str) -> None:
     """Raise UserError for a script that trains what tunewell does not. Trainers are named before models."""
-    found = [(_known(_dotted(call.func)), call) for call in ast.walk(tree) if isinstance(call, ast.Call)]
-    refused = [(row, call) for row, call in found if row and "refuse" in row]
-    for row, call in sorted(refused, key=lambda pair: not _dotted(pair[1].func).endswith("Trainer")):
-        if "only_with" not in row or re.search(row["only_with"], code):
-            what = f"`{_dotted(call.func)}` trains {row['refuse']}, which tunewell does not"
-            fix = "only supervised fine-tuning on text is read"
-            raise UserError(what, where=f"{name} line {call.lineno}", fix=fix)
+    calls = [(_dotted(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for called, node in sorted(calls, key=lambda pair: not pair[0].endswith("Trainer")):
+        row = _known(called) or {}
+        if "refuse" in row and re.search(row.get("only_with", ""), text):
+            what = f"`{called}` trains {row['refuse']}, which tunewell does not"
+            where = f"{name} line {node.lineno}"
+            raise UserError(what, where=where, fix="only supervised fine-tuning on text is read")
 
 
 def _known(name: str) -> dict[str, Any] | None:
     """Return the row of a call in the table."""
-    calls = tables()["calls"]
-    return calls.get(".".join(name.split(".")[-2:])) or calls.get(name.split(".")[-1])
+    *_, owner, last = ["", *name.split(".")]
+    return tables()["calls"].get(f"{owner}.{last}") or tables()["calls"].get(last)
 
 
 class _Reader:
-    def __init__(self, name: str, foreign: ForeignConfig) -> None:
+    def __init__(self, name: str, text: str) -> None:
         self.name = name
-        self.foreign = foreign
+        self.foreign = ForeignConfig("transformers", text)
         self.names: dict[str, Any] = {}
-        self.functions: dict[str, str] = {}
-        self.rows: Rows | None = None
+        self.imported: dict[str, str] = {}
+        self.rows: Any = None
+        self.held_out: Any = None
+        self.loaded: list[Setting] = []
         self.num_statements = 0
 
     def read(self, body: Sequence[ast.stmt]) -> None:
@@ -129,138 +112,73 @@ class _Reader:
             self.num_statements += 1
             if self.num_statements > _MAX_STATEMENTS:
                 raise ValueError(f"it has over {_MAX_STATEMENTS} statements")
-            if isinstance(node, ast.If) and self.value(node.test) is False:
-                self.read(node.orelse)
+            if isinstance(node, ast.If):
+                self._branch(node)
                 continue
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                self.functions[node.name] = ast.unparse(node)
+                self.names[node.name] = Computed(ast.unparse(node))
                 for argument, default in zip(node.args.args[::-1], node.args.defaults[::-1], strict=False):
                     self.names.setdefault(argument.arg, self.value(default))
-            blocks = [cast(list[ast.stmt], getattr(node, part, [])) for part in ("body", "orelse", "finalbody")]
-            if not any(blocks):
-                self._calls(node)
-                self._assign(node)
-            for block in blocks:
-                self.read(block)
+            elif isinstance(node, ast.ImportFrom):
+                self.imported |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.For | ast.AugAssign):
+                self._assign(node.target, Computed(ast.unparse(node.target)))
+                self.value(node.iter if isinstance(node, ast.For) else node.value)
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                value = self.value(node.value)
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    self._assign(target, value)
+            else:
+                self._inside(node)
+            for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+                for inner in cast(list[Any], getattr(node, part, [])):
+                    self.read([inner] if isinstance(inner, ast.stmt) else inner.body)
 
-    def _assign(self, node: ast.stmt) -> None:
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+    def _inside(self, node: ast.AST) -> None:
+        """Read the expressions inside a statement or an expression that is not followed."""
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.expr):
+                self.value(inner)
+            elif not isinstance(inner, ast.stmt | ast.ExceptHandler | ast.match_case):
+                self._inside(inner)
+
+    def _branch(self, node: ast.If) -> None:
+        """Read the branch that is taken; if that is not known, read both. Names on which they differ are unknown."""
+        test = self.value(node.test)
+        if not isinstance(test, Computed):
+            self.read(node.body if test else node.orelse)
             return
-        value = self.value(node.value)
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name | ast.Attribute):
-                self.names[target.id if isinstance(target, ast.Name) else target.attr] = value
-            elif isinstance(target, ast.Tuple) and isinstance(value, list):
-                for part, one in zip(target.elts, cast(list[Any], value), strict=False):
-                    if isinstance(part, ast.Name):
-                        self.names[part.id] = one
+        before = dict(self.names)
+        self.read(node.body)
+        after, self.names = self.names, before
+        self.read(node.orelse)
+        for name, value in after.items():
+            is_same = name not in self.names or self.names[name] == value
+            self.names[name] = value if is_same else Computed(f"{value} or {self.names[name]}"[:60])
 
-    def _calls(self, node: ast.AST) -> None:
-        for call in [part for part in ast.walk(node) if isinstance(part, ast.Call)][::-1]:
-            name = _dotted(call.func)
-            self.foreign.words.add(name.rpartition(".")[2])
-            known = _known(name)
-            words = [word.arg for word in call.keywords]
-            if known is not None and known.get("only_key", words[0] if words else "") in [*words, ""]:
-                self._settings(call, name, known)
-            elif name.endswith("add_argument") and call.args:
-                given = {word.arg: word.value for word in call.keywords}
-                option = self.value(call.args[0])
-                if "default" in given and isinstance(option, str):
-                    self.names[option.lstrip("-").replace("-", "_")] = self.value(given["default"])
-
-    def _settings(self, call: ast.Call, name: str, known: Mapping[str, Any]) -> None:
-        foreign, short = self.foreign, ".".join(name.split(".")[-2:] if "pretrained" in name else name.split(".")[-1:])
-        if "tool" in known and foreign.tool != "unsloth":
-            foreign.tool = known["tool"]
-        foreign.defaults += known.get("defaults", "").split()
-        if "method" in known:
-            foreign.own["method.kind"] = known["method"]
-        for label, value, line in self._arguments(call, known):
-            at = Setting(label, value, self.name, line, short)
-            is_wired = isinstance(value, Computed) and label in _WIRING
-            if label in ("train_dataset", "eval_dataset") and not (label == "eval_dataset" and value is None):
-                self._rows(at)
-            elif label == "data_collator" and "DataCollator" in str(value):
-                foreign.entries.append(entry(at, "not needed", why="documents are packed, so nothing is collated"))
-            elif label in ("map", "formatting_func"):
-                self._function(at, str(value))
-            elif is_wired or (label in _WIRING and not isinstance(value, str)):
-                foreign.entries.append(entry(at, "not needed", why="it passes on what another line makes"))
-            elif label == "tokenizer_name_or_path" and value == self.names.get("model_name_or_path", value):
-                foreign.entries.append(entry(at, "not needed", why="the tokenizer is that of the model"))
-            else:
-                is_model = label == "model" and isinstance(value, str)
-                foreign.settings.append(
-                    Setting("model_name_or_path" if is_model else label, value, self.name, line, short)
-                )
-                self.names.setdefault(label, value)
-        if short == "train_on_responses_only":
-            foreign.settings.append(Setting(short, True, self.name, call.lineno))
-
-    def _arguments(self, call: ast.Call, known: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
-        """Yield the name, the value and the line of each argument."""
-        if call.args and "first" in known:
-            yield known["first"], self.value(call.args[0]), call.args[0].lineno
-        for word in call.keywords:
-            value = self.value(word.value)
-            if word.arg is not None:
-                yield word.arg, value, word.value.lineno
-            elif isinstance(value, dict):
-                for key, one in cast(dict[str, Any], value).items():
-                    yield str(key), one, word.value.lineno
-            else:
-                yield f"**{ast.unparse(word.value)[:40]}", Computed("unknown"), word.value.lineno
-
-    def _rows(self, at: Setting) -> None:
-        rows = at.value
-        if at.name == "eval_dataset":
-            if isinstance(rows, Rows) and self.rows is not None and self.rows.test_size is not None:
-                self.foreign.entries.append(entry(_with(at, "the other part"), "translated", "data.held_out"))
-            else:
-                why = "rows of a split or of another file are not read: `data.held_out: FILE` names a file"
-                self.foreign.entries.append(entry(_with(at, "rows"), "lost", why=why))
-        elif isinstance(rows, Rows):
-            self.rows = rows
-            path = ", ".join(str(one.source["path"]) for one in [rows, *rows.others])
-            self.foreign.entries.append(entry(_with(at, path), "translated", "data.sources"))
-        else:
-            why = "the rows are made while the script runs: check `data.sources`, and name their file"
-            self.foreign.entries.append(entry(at, "lost", why=why))
-
-    def _function(self, at: Setting, function: str) -> None:
-        body, given = self.functions.get(function, function), at
-        if "apply_chat_template" in body:
-            why = "the chat template is applied in `prepare`"
-            self.foreign.entries.append(entry(given, "not needed", why=why))
-        elif "truncation" in body or "input_ids" in body:
-            self.foreign.entries.append(entry(given, "not needed", why="rows are tokenized in `prepare`"))
-        elif "###" in body or "alpaca" in body.lower():
-            self.foreign.own |= {"template.name": "alpaca"}
-            why = "the text of the function is that of the Alpaca template"
-            self.foreign.entries.append(entry(given, "translated", "template.name: alpaca", why))
-        else:
-            why = f"the function is not run: write it to a file, and set `map: FILE.py:{function[:40]}` on the source"
-            self.foreign.entries.append(entry(given, "lost", why=why))
-
-    def finish(self) -> None:
-        """Write the rows that the trainer gets, or the last ones that were loaded."""
-        if "get_peft_config" not in self.foreign.words and "from_pretrained" in self.foreign.words:
-            self.foreign.own.setdefault("method.kind", "full")
-        rows = self.rows or next((one for one in reversed(list(self.names.values())) if isinstance(one, Rows)), None)
-        for one in [rows, *rows.others] if rows else []:
-            self.foreign.sources.append(one.source)
-            self.foreign.entries += dict.fromkeys(one.entries)
-            if isinstance(one.test_size, int | float):
-                self.foreign.own["data.held_out"] = one.test_size
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self.names[target.id] = value
+        elif isinstance(target, ast.Attribute):
+            owner = self.value(target.value)
+            if isinstance(owner, Computed) and owner.call.endswith(_CONFIG):
+                self.foreign.settings.append(Setting(target.attr, value, self.name, target.lineno, owner.call))
+            self.names[target.attr] = value
+        elif isinstance(target, ast.Subscript) and isinstance(owner := self.value(target.value), dict):
+            owner[str(self.value(target.slice))] = value
+        elif isinstance(target, ast.Tuple | ast.List):
+            values = cast(list[Any], value) if isinstance(value, list) else [value] * len(target.elts)
+            for part, one in zip(target.elts, values, strict=False):
+                self._assign(part, one)
 
     def value(self, node: ast.expr) -> Any:
         """Return the value of an expression if it follows from constants, else `Computed`."""
         unknown = Computed(ast.unparse(node)[:60])
         try:
-            return self._value(node, unknown)
+            found = self._value(node, unknown)
         except (ArithmeticError, TypeError, ValueError, LookupError):
             return unknown
+        return found if _num_parts(found) < _MAX_PARTS else unknown
 
     def _value(self, node: ast.expr, unknown: Computed) -> Any:
         match node:
@@ -271,12 +189,16 @@ class _Reader:
             case ast.List() | ast.Tuple() | ast.Set():
                 return [self.value(part) for part in node.elts]
             case ast.Dict():
-                pairs = zip(node.keys, node.values, strict=True)
-                return {str(self.value(key)): self.value(value) for key, value in pairs if key is not None}
+                found: dict[str, Any] = {}
+                for key, inner in zip(node.keys, map(self.value, node.values), strict=True):
+                    spread = inner if isinstance(inner, dict) else {f"**{inner}": Computed("unknown")}
+                    found |= {str(self.value(key)): inner} if key else cast(dict[str, Any], spread)
+                return found
             case ast.JoinedStr():
-                parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
-                values = [self.value(part) for part in parts]
-                return unknown if any(isinstance(one, Computed) for one in values) else "".join(map(str, values))
+                parts = [self.value(part) for part in node.values]
+                return unknown if any(isinstance(one, Computed) for one in parts) else "".join(map(str, parts))
+            case ast.FormattedValue():
+                return self.value(node.value)
             case ast.UnaryOp():
                 inner = self.value(node.operand)
                 if isinstance(inner, Computed) or inner == "auto":
@@ -285,104 +207,137 @@ class _Reader:
             case ast.BinOp():
                 return self._binary(node, unknown)
             case ast.IfExp():
-                test = self.value(node.test)
-                return unknown if isinstance(test, Computed) else self.value(node.body if test else node.orelse)
+                test, then, other = map(self.value, (node.test, node.body, node.orelse))
+                return unknown if isinstance(test, Computed) else then if test else other
             case ast.Attribute():
-                is_dtype = _dotted(node).startswith("torch.")
-                return _dotted(node) if is_dtype else self.names.get(node.attr, unknown)
+                self.value(node.value)
+                return _dotted(node) if _dotted(node).startswith("torch.") else self.names.get(node.attr, unknown)
             case ast.Subscript():
                 inner, key = self.value(node.value), self.value(node.slice)
                 if isinstance(inner, Rows):
-                    if key in ("train", "test") and inner.test_size is not None:
-                        return inner
-                    if isinstance(key, str) and str(inner.source["path"]).startswith("hf://"):
-                        return Rows({**inner.source, "split": key}, inner.entries)
-                    return inner
+                    return Rows((*inner.parts, Setting("split", key, self.name, node.lineno, "[...]")))
                 return inner[key]
             case ast.Call():
-                return self._call(node, unknown)
+                return self._call(node)
             case _:
+                self._inside(node)
                 return unknown
 
     def _binary(self, node: ast.BinOp, unknown: Computed) -> Any:
-        left, right = self.value(node.left), self.value(node.right)
+        left, right, kind = self.value(node.left), self.value(node.right), node.op
         are_numbers = all(isinstance(one, int | float) and abs(one) < _LARGEST for one in (left, right))
-        are_joined = isinstance(node.op, ast.Add) and type(left) is type(right) and isinstance(left, str | list)
-        if isinstance(node.op, ast.Div) and isinstance(right, str) and isinstance(left, str):
+        are_joined = isinstance(kind, ast.Add) and type(left) is type(right) and isinstance(left, str | list)
+        if isinstance(kind, ast.Div) and isinstance(right, str) and isinstance(left, str):
             return f"{left}/{right}"  # of a `Path`
-        if type(node.op) in _OPERATORS and (are_numbers or (are_joined and len(left) + len(right) < _LONGEST)):
-            return _OPERATORS[type(node.op)](left, right)
+        if type(kind) in _OPERATORS and (are_numbers or are_joined):
+            return _OPERATORS[type(kind)](left, right)
         return unknown
 
-    def _call(self, node: ast.Call, unknown: Computed) -> Any:
+    def _call(self, node: ast.Call) -> Any:
         name = _dotted(node.func)
-        last, values = name.rpartition(".")[2], [self.value(part) for part in node.args]
-        words = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
-        if last in _PRECISION_CALLS:
+        name = self.imported.get(name, name)
+        last, known = name.rpartition(".")[2], _known(name)
+        owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        given = list(self._arguments(node, (known or {}).get("order", "").split()))
+        words = {key: value for key, value, _ in given}
+        plain = [value for key, value, _ in given if key.startswith("argument ")]
+        unknown = Computed(ast.unparse(node)[:60])
+        if isinstance(owner, Rows):
+            value = words.get("test_size", next(iter(words.values()), None))
+            return Rows((*owner.parts, Setting(last, value, self.name, node.lineno)))
+        if isinstance(owner, dict) and last == "update":
+            owner |= {key: words[key] for key in words if " " not in key} | (plain[0] if plain else {})
+        elif last == "load_dataset" and isinstance(words.get("path"), str):
+            parts = tuple(Setting(key, value, self.name, line, last) for key, value, line in given)
+            self.loaded += parts
+            return Rows(parts)
+        elif known is not None and known.get("only_key", "") in ("", *words):
+            self._settings(given, ".".join(name.split(".")[-2:] if "pretrained" in name else [last]), known, node)
+            return Computed(unknown.text, last)
+        elif last == "add_argument" and plain and "default" in words:
+            self.names[str(plain[0]).lstrip("-").replace("-", "_")] = words["default"]
+        elif last in tables()["rows"]["passed_on"].split() and plain:
+            return plain[0]
+        elif last in ("is_bfloat16_supported", "is_bf16_supported"):
             return "auto"
-        if last == "load_dataset":
-            return self._load_dataset(node, values, words)
-        if last in _NAMED_ROWS and values:
-            listed = [one for one in (values[0] if isinstance(values[0], list) else values) if isinstance(one, Rows)]
-            return Rows(listed[0].source, listed[0].entries, None, listed[1:]) if listed else unknown
-        if isinstance(node.func, ast.Attribute) and isinstance(rows := self.value(node.func.value), Rows):
-            return self._method(rows, last, node, values, words)
-        if last == "dict":
+        elif last == "dict" and not plain:
             return words
-        if last in ("Path", "join", "abspath", "expanduser") and values and all(isinstance(one, str) for one in values):
-            return "/".join(values)
-        if last in ("get", "getenv") and "environ" in name + "getenv" and len(values) == 2:
-            return values[1]
-        if last in _PLAIN_CALLS and len(values) == 1 and not isinstance(values[0], Computed):
-            return _PLAIN_CALLS[last](values[0])
+        elif last in ("get", "getenv") and "environ" in name + "getenv" and len(plain) == 2:
+            return plain[1]
+        elif last in _PLAIN_CALLS and len(plain) == 1 and not isinstance(plain[0], Computed):
+            return _PLAIN_CALLS[last](plain[0])
         return unknown
 
-    def _load_dataset(self, node: ast.Call, values: list[Any], words: dict[str, Any]) -> Any:
-        path = words.get("path", values[0] if values else None)
-        if not isinstance(path, str):
-            return Computed(ast.unparse(node)[:60])
-        split = words.get("split")
-        source, lost = source_of(
-            path,
-            split=split,
-            config=words.get("name", values[1] if len(values) > 1 else None),
-            files=words.get("data_files"),
-            revision=words.get("revision"),
-        )
-        known = {"path": path, **words} if values else words
-        rows = Rows(source)
-        for key, value in known.items():
-            at = Setting(key, value, self.name, node.lineno, "load_dataset")
-            is_lost = bool(lost) and key in ("split", "data_files")
-            ours = "" if is_lost else f"data.sources: path: {source['path']}"
-            rows.entries.append(entry(at, "lost" if is_lost else "translated", ours, lost if is_lost else ""))
-        return rows
+    def _arguments(self, node: ast.Call, order: Sequence[str]) -> Iterator[tuple[str, Any, int]]:
+        """Yield the name, the value and the line of each argument. `order` names those without a name."""
+        for number, argument in enumerate(node.args):
+            name = order[number] if number < len(order) else f"argument {number + 1}"
+            yield name, self.value(argument), argument.lineno
+        for word in node.keywords:
+            value = self.value(word.value)
+            spread = cast(dict[str, Any], value) if isinstance(value, dict) else {f"**{value}": Computed("unknown")}
+            for key, one in ({word.arg: value} if word.arg else spread).items():
+                yield str(key), one, word.value.lineno
 
-    def _method(self, rows: Rows, last: str, node: ast.Call, values: list[Any], words: dict[str, Any]) -> Any:
-        """Return the rows after a method of `datasets`."""
-        at = Setting(last, Computed(", ".join(ast.unparse(part)[:40] for part in node.args)), self.name, node.lineno)
-        if last == "map":
-            num = len(self.foreign.entries)
-            self._function(at, ast.unparse(node.args[0]) if node.args else "")
-            rows.entries += self.foreign.entries[num:]
-            del self.foreign.entries[num:]
-        elif last == "train_test_split":
-            rows.test_size = words.get("test_size", values[0] if values else 0.25)
-            rows.entries.append(entry(_with(at, rows.test_size), "translated", f"data.held_out: {rows.test_size}"))
-        elif last == "select" and (found := re.search(r"range\((?:min\()?(\d+)", str(at.value))):
-            rows.source["limit"] = int(found[1])
-            rows.entries.append(entry(at, "translated", f"data.sources: limit: {found[1]}"))
-        elif last in ("rename_column", "rename_columns"):
-            rows.entries.append(entry(at, "lost", why="columns keep their names: write `columns` on the source"))
-        elif last in _SAME_ROWS:
-            rows.entries.append(entry(at, "not needed", why="rows are shuffled; unused columns never reach the model"))
-        else:
-            rows.entries.append(entry(at, "lost", why=f"`{last}` is not run here: do it once, and name the file"))
-        return rows
+    def _settings(
+        self, given: Sequence[tuple[str, Any, int]], short: str, known: Mapping[str, Any], node: ast.Call
+    ) -> None:
+        foreign = self.foreign
+        if "tool" in known and foreign.tool != "unsloth":
+            foreign.tool = known["tool"]
+        foreign.defaults += known.get("defaults", "").split()
+        foreign.own |= {"method.kind": known["method"]} if "method" in known else {}
+        if short.endswith(_CONFIG):
+            for one in [one for one in foreign.settings if one.call == short]:
+                foreign.settings.remove(one)
+                foreign.add(one, "lost", why=f"another `{short}` follows in line {node.lineno}, which is the one read")
+        for name, value, line in given:
+            one = Setting(name, value, self.name, line, short)
+            if name == "train_dataset":
+                self.rows = one
+            elif name == "eval_dataset" and value is not None:
+                self.held_out = one
+            elif name in tables()["rows"]["wiring"].split() and not isinstance(value, str):
+                foreign.add(one, "not needed", why="it passes on what another line makes")
+            else:
+                foreign.settings.append(one)
+                self.names.setdefault(name, value)
+        if short == "train_on_responses_only":
+            foreign.settings.append(Setting(short, True, self.name, node.lineno))
+
+    def finish(self) -> ForeignConfig:
+        """Return what was read, with the rows that the last trainer gets, or the last that were loaded."""
+        foreign = self.foreign
+        if re.search(r"\.from_pretrained\(", foreign.text) and "get_peft_config" not in foreign.text:
+            foreign.own.setdefault("method.kind", "full")
+        loaded = [one for one in self.names.values() if isinstance(one, Rows)][-1:]
+        if self.rows is not None:
+            listed = cast(list[Any], self.rows.value) if isinstance(self.rows.value, list) else [self.rows.value]
+            given = [one for one in listed if isinstance(one, Rows)]
+            is_known, loaded = len(given) == len(listed), given or loaded
+            why = "" if is_known else "rows are made while the script runs: check `data.sources`, and name their file"
+            foreign.add(self.rows, "translated" if is_known else "lost", "data.sources" if is_known else "", why)
+        foreign.data_sets += [list(one.parts) for one in loaded]
+        used = {part for one in loaded for part in one.parts}
+        for part in dict.fromkeys(self.loaded):
+            if part not in used:
+                foreign.add(part, "not needed", why="the trainer does not get these rows")
+        is_split = any(part.name == "train_test_split" for one in loaded for part in one.parts)
+        if self.held_out is not None and is_split:
+            foreign.add(self.held_out, "translated", "data.held_out")
+        elif self.held_out is not None:
+            why = "rows of a split or of another file are not read: `data.held_out: FILE` names a file"
+            foreign.add(self.held_out, "lost", why=why)
+        return foreign
 
 
-def _with(at: Setting, value: Any) -> Setting:
-    return Setting(at.name, value, at.file, at.line, at.call)
+def _num_parts(value: Any) -> int:
+    """Return the size of a value: a few lines can double a list or a text until it fills the memory."""
+    if isinstance(value, str):
+        return 1 + len(value) // 100
+    if isinstance(value, dict):
+        value = list(cast(dict[str, Any], value).values())
+    return 1 + sum(map(_num_parts, cast(list[Any], value))) if isinstance(value, list) else 1
 
 
 def _dotted(node: ast.expr) -> str:

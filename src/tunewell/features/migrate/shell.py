@@ -5,15 +5,15 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from tunewell.config.yaml_reader import parse_scalar
-from tunewell.features.migrate.ledger import Setting
+from tunewell.features.migrate.ledger import Computed, Setting, scalar
 
-_PROGRAM = re.compile(r"\.py$|^(sft|train|preprocess)$")
+_PROGRAM = re.compile(r"\.py$|^(sft|train)$")
 _LAUNCHER = re.compile(r"(^|/)(python[\d.]*|accelerate|torchrun|deepspeed|uv|axolotl|llamafactory-cli|trl|srun|env)$")
 _NAME = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.S)
 _CONTINUED = re.compile(r"\\[ \t]*(?:#[^\n]*)?\n")
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S*)\s*$", re.M)
+_END = re.compile(r"[\d&]?>{1,2}&?.*|[|&;]+")
 _MAX_CHARS = 400_000
 
 
@@ -21,40 +21,30 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the words of each command with flags. Variables that the script sets are replaced."""
     text = text[:_MAX_CHARS]
     known = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(text)}
-    joined = _CONTINUED.sub(lambda found: " \0", text)
     line = 1
-    for raw in joined.split("\n"):
+    for raw in _CONTINUED.sub(" \0", text).split("\n"):
         start, line = line, line + 1 + raw.count("\0")
-        if raw.lstrip().startswith("#"):
-            continue
         plain = _VARIABLE.sub(lambda found: known.get(found[1], found[0]), raw.replace("\0", " "))
         try:
             words = shlex.split(plain.strip("`"), comments=True)
         except ValueError:
             continue
-        if (any(_NAME.fullmatch(word) for word in words) and any(map(_LAUNCHER.search, words))) or (
-            words and words[0].startswith("--")
-        ):
-            yield start, words
+        words = words[: next((at for at, word in enumerate(words) if _END.fullmatch(word)), None)]
+        program = next((at for at, word in enumerate(words) if _LAUNCHER.search(word)), None)
+        is_flag = any(map(_NAME.fullmatch, words))
+        if words and is_flag and (program is not None or words[0].startswith("--")):
+            yield start, words[program or 0 :]
 
 
 def read_flags(words: list[str], file: str, line: int) -> list[Setting]:
     """Return the flags of a command. A flag with several values is a list, one without a value is true."""
     found: list[Setting] = []
-    at = next((number for number, word in enumerate(words) if _PROGRAM.search(word)), -1)
-    position = 0
-    while position < len(words):
-        flag = _NAME.fullmatch(words[position])
-        position += 1
-        if flag is None:
-            continue
-        values: list[Any] = [flag[2]] if flag[2] is not None else []
-        if flag[2] is None:
-            while position < len(words) and not _NAME.fullmatch(words[position]) and position != at:
-                values.append(words[position])
-                position += 1
-        scalars = [parse_scalar(str(value)) for value in values]
-        value = True if not scalars else scalars[0] if len(scalars) == 1 else scalars
-        name = flag[1].replace("-", "_")
-        found.append(Setting(name, value, file, line, "launcher" if position <= at else ""))
+    program = next((at for at, word in enumerate(words) if _PROGRAM.search(word)), -1)
+    for at, word in enumerate(words):
+        if flag := _NAME.fullmatch(word):
+            end = next((n for n in range(at + 1, len(words)) if _NAME.fullmatch(words[n]) or n == program), len(words))
+            texts = [flag[2]] if flag[2] is not None else words[at + 1 : end]
+            values = [Computed(text) if "$" in text else scalar(text) for text in texts]
+            value: Any = True if not values else values[0] if len(values) == 1 else values
+            found.append(Setting(flag[1].replace("-", "_"), value, file, line, "launcher" if at < program else ""))
     return found

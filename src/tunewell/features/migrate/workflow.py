@@ -2,22 +2,23 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from tunewell.config.edit import as_scalar
-from tunewell.config.load import FILE_NAME, load_config, respell_paths
-from tunewell.config.schema import OPEN
+import yaml
+
+from tunewell.config.keys import format_key
+from tunewell.config.load import FILE_NAME, load_config, respell_paths, set_value
+from tunewell.config.schema import OPEN, Config
+from tunewell.config.yaml_reader import read_yaml
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_data, write_atomic
-from tunewell.features.migrate.configs import tool_name
-from tunewell.features.migrate.ledger import Migration
+from tunewell.features.migrate.ledger import Migration, tables
 from tunewell.features.migrate.read import read_files
 from tunewell.features.migrate.translate import Draft, translate_config
 
-_SECTIONS = ("model", "tokenizer", "run", "seed", "device", "track", "data", "template", "packing", "method", "train")
+_SECTIONS = tuple(Config.model_fields)
 
 
 def migrate(
@@ -42,19 +43,13 @@ def migrate(
     draft.tree.setdefault("model", OPEN)
     draft.tree.setdefault("data.sources", [{"path": OPEN}])
     text = config_text(draft, path, files)
-    load_config(path, text=text) if path.exists() else _require_valid(text)
+    load_config(cast(dict[str, Any], read_yaml(text, FILE_NAME).value))  # a mistake in a table would show
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     notes = [*draft.notes, *_open_points(draft)]
-    result = Migration(tool_name(foreign.tool), path, text, draft.entries, draft.defaults, notes, (), draft.batch)
-    return replace(result, traps=find_traps(foreign.tool, foreign.text))
-
-
-def _require_valid(text: str) -> None:
-    """Raise UserError if the config is not valid, which would be a mistake in a table."""
-    from tunewell.config.yaml_reader import read_yaml
-
-    load_config(cast(dict[str, Any], read_yaml(text, FILE_NAME).value))
+    name, entries = tables()["tools"][foreign.tool]["name"], list(dict.fromkeys(foreign.entries))
+    traps = find_traps(foreign.tool, foreign.text)
+    return Migration(name, path, text, entries, draft.defaults, notes, traps, draft.batch)
 
 
 def _open_points(draft: Draft) -> list[str]:
@@ -84,49 +79,19 @@ def find_traps(tool: str, text: str) -> list[str]:
 
 def config_text(draft: Draft, path: Path, files: Sequence[Path]) -> str:
     """Return the text of the config. Each line names the key of the source that it comes from."""
-    names = ", ".join(file.name for file in files)
-    lines = [f"# Written by tunewell migrate from {' '.join(names.split())}. Every key: `tunewell explain`.", ""]
     tree: dict[str, Any] = {}
+    for key in sorted(draft.tree, key=lambda key: _SECTIONS.index(key.partition(".")[0])):
+        set_value(tree, tuple(key.split(".")), draft.tree[key])
     base = Path(os.path.relpath(Path.cwd(), path.parent.resolve()))
-    for key, value in draft.tree.items():
-        section, _, rest = key.partition(".")
-        spelled = value if base == Path() else respell_paths(key, value, lambda text: (base / text).as_posix())
-        if rest:
-            tree.setdefault(section, {})[rest] = spelled
-        else:
-            tree[section] = spelled
-    for section in sorted(tree, key=lambda name: _SECTIONS.index(name) if name in _SECTIONS else len(_SECTIONS)):
-        if isinstance(tree[section], dict):
-            lines += [f"{section}:", *_section(section, tree[section], draft.comments), ""]
-        else:
-            lines.append(f"{section}: {_scalar(tree[section])}{_comment(draft.comments, section)}")
-            lines += [""] if section == "model" else []
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _section(section: str, values: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:
-    lines: list[str] = []
-    for name, value in values.items():
-        comment = _comment(comments, f"{section}.{name}")
-        if name == "sources":
-            lines.append("  sources:")
-            for source in cast(list[dict[str, Any]], value):
-                first, *rest = [f"{key}: {_scalar(one)}" for key, one in source.items()]
-                lines += [f"    - {first}", *(f"      {line}" for line in rest)]
-        elif "." in name:
-            inner, _, last = name.partition(".")
-            lines.append(f"  {inner}: {{{last}: {_scalar(value)}}}{comment}")
-        else:
-            lines.append(f"  {name}: {_scalar(value)}{comment}")
-    return lines
-
-
-def _comment(comments: Mapping[str, str], key: str) -> str:
-    return f"   # {' '.join(comments[key].split())}" if key in comments else ""
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, float) and 0 < abs(value) < 1e-3:
-        mantissa, _, exponent = f"{value:.10e}".partition("e")
-        return f"{mantissa.rstrip('0')}{'0' if mantissa.rstrip('0').endswith('.') else ''}e{int(exponent)}"
-    return as_scalar(value)
+    if base != Path():
+        tree = respell_paths("", tree, lambda text: text if text == OPEN else (base / text).as_posix())
+    dumped = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10**9)
+    text = re.sub(r"(?m)^(?=\w)", "\n", dumped)
+    lines = text.splitlines()
+    for found, number in read_yaml(text, FILE_NAME).lines.items():
+        key = format_key(found)
+        if key in draft.comments and "\n" not in str(draft.tree.get(key)):
+            lines[number - 1] += f"   # {' '.join(draft.comments[key].split())}"
+    names = " ".join(", ".join(file.name for file in files).split())
+    head = f"# Written by tunewell migrate from {names}. Every key: `tunewell explain`."
+    return "\n".join([head, *lines]) + "\n"
