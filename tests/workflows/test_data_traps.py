@@ -62,25 +62,20 @@ def test_columns_that_are_not_used_are_named(tiny_model, tmp_path):
 def test_a_classification_set_is_recognised_and_offered_as_questions(tiny_model, tmp_path):
     """`text, category` was read as plain text, and the label that should be learned was dropped."""
     path = write_csv(tmp_path / "intents.csv", INTENTS)
-    manifest = prepare_in(tmp_path, tiny_model, path).manifest
-    [remark] = manifest.remarks
-    assert (
-        "classification set" in remark and "`category` is not used" in remark and "`format: classification`" in remark
-    )
-    result = prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification")
+    result = prepare_in(tmp_path, tiny_model, path)
     assert_closes(result.manifest)
     assert not result.manifest.remarks
+    named = prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification")
+    assert texts(named) == texts(result)
     assert "Labels: card arrival, lost card.\n\nwhere is my card" in texts(result)[0]
     assert {text.removesuffix("<|im_end|>") for text in texts(result, supervised=True)} == {"card arrival", "lost card"}
 
 
-def test_numbered_labels_need_their_names(tiny_model, tmp_path):
-    """A label 0 or 1 teaches nothing that the question could explain."""
+def test_numbered_labels_stay_numbers_unless_they_get_names(tiny_model, tmp_path):
+    """The rows were dropped by `prepare` and `train --data`, while `init` took the numbers as labels."""
     rows = [{"sentence": f"text {number}", "label": number % 2} for number in range(30)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(UserError, match="0 of 30 rows") as caught:
-        prepare_in(tmp_path, tiny_model, path)
-    assert "format: classification" in str(caught.value.fix)
+    assert set(texts(prepare_in(tmp_path, tiny_model, path), supervised=True)) == {"0<|im_end|>", "1<|im_end|>"}
     with pytest.raises(UserError, match="numbers; their names"):
         prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification")
     named = ("data.sources[0].format=classification", "data.sources[0].labels=[bad, good]")

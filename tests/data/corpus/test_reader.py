@@ -218,36 +218,3 @@ def test_a_corpus_in_memory_is_the_same_and_needs_its_files_no_more(tiny_model, 
         path.write_bytes(b"")
     assert [(document.input_ids, document.labels) for document in corpus] == mapped
     assert [document.input_ids for document in corpus.held_out] == held_out
-
-
-def test_padded_rows_have_each_document_once_with_a_mask(tiny_model, tmp_path):
-    data = rows_file(tmp_path / "rows.jsonl", 90)
-    corpus = open_corpus(prepare_in(tmp_path, tiny_model, data, "data.held_out=0.1").corpus)
-    dataset = corpus.as_dataset(padded=True)
-    assert len(dataset) == len(corpus) and set(dataset.column_names) == {"input_ids", "attention_mask", "labels"}
-    longest = max(len(document.input_ids) for document in corpus)
-    for index, rows in enumerate(dataset):
-        own, size = corpus[index], len(corpus[index].input_ids)
-        assert rows["input_ids"][:size] == own.input_ids and rows["labels"][:size] == own.labels
-        assert rows["attention_mask"] == [1] * size + [0] * (longest - size)
-        assert set(rows["labels"][size:]) <= {-100} and len(rows["labels"]) == longest
-    assert len(corpus.held_out.as_dataset(padded=True)) == len(corpus.held_out)
-
-
-def test_a_shard_has_the_tokens_that_are_set(tiny_model, tmp_path):
-    sets = ("packing.shard_tokens=4096", "packing.context_length=1024", "data.held_out=0.1")
-    data = rows_file(tmp_path / "rows.jsonl", 300)
-    manifest = prepare_in(tmp_path, tiny_model, data, *sets).manifest
-    shards = manifest.splits["train"].shards
-    assert len(shards) > 2 and all(shard.sequences == 4 for shard in shards[:-1])
-    in_memory = open_corpus(tmp_path / "corpus", in_memory=True)
-    assert np.array_equal(in_memory.arrays(5)[0], open_corpus(tmp_path / "corpus").arrays(5)[0])
-
-
-def test_a_corpus_is_no_source_and_the_error_names_what_to_write(folder, tiny_model, tmp_path):
-    """Its shards look like packed rows without a manifest: they would be divided again, with masks that are guessed."""
-    with pytest.raises(UserError, match="is a prepared corpus, not rows") as caught:
-        prepare_in(tmp_path, tiny_model, folder)
-    assert "`corpus`" in str(caught.value.fix)
-    with pytest.raises(UserError, match="is a prepared corpus"):
-        prepare_in(tmp_path, tiny_model, folder / "train")

@@ -115,6 +115,13 @@ def test_the_same_rows_give_the_same_slice_in_any_order(tiny_model: Path, tmp_pa
     assert found[0] == found[1]
 
 
+def test_a_corpus_with_a_slice_is_a_source_with_all_its_rows(tiny_model: Path, tmp_path: Path) -> None:
+    """Rows of the slice were lost when a corpus was mixed into another."""
+    prepare_in(tmp_path / "first", tiny_model, write_rows(tmp_path / "rows.jsonl", map(row, range(500))))
+    manifest = prepare_in(tmp_path / "second", tiny_model, tmp_path / "first" / "corpus").manifest
+    assert manifest.rows_in == 500
+
+
 def test_a_corpus_of_an_older_version_has_no_slice(tiny_model: Path, tmp_path: Path) -> None:
     """Its manifest does not name the slice at all."""
     prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "rows.jsonl", map(row, range(60))))

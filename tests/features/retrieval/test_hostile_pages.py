@@ -120,6 +120,7 @@ def test_nothing_of_a_page_reaches_the_terminal_as_a_command(more, retriever, mo
         "tunewell.features.retrieval.ask_workflow.open_retrieval_chat",
         lambda *_, **__: RetrievalChat(retriever, Echo()),
     )
+    monkeypatch.setattr("tunewell.features.retrieval.records.read_index", lambda _: None)
     monkeypatch.setattr(type(sys.stdout), "encoding", "utf-8", raising=False)
     for number in range(30):
         for question in (f"zebra{number}", f"yak{number}", "gnu"):

@@ -161,8 +161,18 @@ class Assembly:
         """Start a new source. The following blocks belong to it."""
         self.sources.append(SourceLedger(name, sha256, num_bytes, version=version))
 
-    def add(self, block: TokenizedBlock, numbers: Sequence[int], *, is_held_out: bool = False) -> None:
-        """Append a block; set `is_held_out` for rows of a held-out file, which must be added before all others."""
+    def add(
+        self,
+        block: TokenizedBlock,
+        numbers: Sequence[int],
+        *,
+        is_held_out: bool = False,
+        stays_held_out: Bools | None = None,
+    ) -> None:
+        """Append a block; set `is_held_out` for rows of a held-out file, which must be added before all others.
+
+        `stays_held_out` marks the documents that a prepared corpus holds out.
+        """
         if len(numbers) != len(block.status):
             raise RuntimeError(f"a block has {len(numbers)} rows, but its tokenized block has {len(block.status)}")
         self._has_held_out_file |= is_held_out
@@ -200,6 +210,10 @@ class Assembly:
         held_out = np.full(len(rows), is_held_out)
         if not is_held_out and self._held_out_share:
             held_out = question[:, 0] / _TWO_64 < self._held_out_share
+        if stays_held_out is not None:
+            held_out |= stays_held_out
+            if self._is_auto:
+                self.known_questions = np.union1d(self.known_questions, question[stays_held_out, 0])
         ledger.documents += int((keep & ~held_out).sum())
         ledger.held_out += int((keep & held_out).sum())
         keep_token = np.repeat(keep, block.lengths)

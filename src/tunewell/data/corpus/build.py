@@ -85,7 +85,7 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
         source = cast(TokenizedSource, job.file.source)
         blocks = source.blocks(job.pipeline, limit) if is_tokenized else _tokenized_blocks(job, cache, limit)
         for block in blocks:
-            assembly.add(block.tokens, block.numbers, is_held_out=job.is_held_out)
+            assembly.add(block.tokens, block.numbers, is_held_out=job.is_held_out, stays_held_out=block.is_held_out)
             used.add(block.cache_name)
             rows_of_source[job.source_index] += len(block.numbers)
             space.read_bytes += block.num_bytes
@@ -110,7 +110,7 @@ def _tokenized_blocks(job: Job, cache: Path, limit: int | None) -> Iterator[Numb
 
     def first_finished() -> NumberedBlock:
         block, future, name = waiting.popleft()
-        return NumberedBlock(block.numbers, future.result(), block.num_bytes, name)
+        return NumberedBlock(block.numbers, future.result(), None, block.num_bytes, name)
 
     try:
         for block in read_blocks(job.file, replace(job.pipeline.read, limit=limit)):

@@ -302,11 +302,6 @@ def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
     version = str(manifest.get("format_version"))
     is_listed = version in (_ROWS, _PACKED) and (full / _MANIFEST).is_file()
     if "format" in manifest:  # a corpus of tunewell
-        if full.is_dir():
-            raise UserError(
-                f"`{path}` is a prepared corpus, not rows",
-                fix="name the row files from which it was made, or set `corpus` to it",
-            )
         return None
     files = LocalFile.find(path, base=base, options=SourceOptions())
     shards = [file for file in files if not (full.is_dir() and _is_held_out(file.path.relative_to(full)))] or files

@@ -21,6 +21,7 @@ from tunewell.data.rows.classification import labels_of, with_found_labels
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import (
+    TOKENIZED,
     UNREADABLE,
     SourceFile,
     SourceOptions,
@@ -166,7 +167,8 @@ def _file_remarks(path: str, base: Path) -> Iterator[str]:
         return
     if shards := _find_tokenized(path, base):
         files, read = (Counter(file.name for file in some) for some in (find_files(path, base=base), shards))
-        if others := [f"`{name}`" for name in (files - read).elements()]:
+        # A prepared corpus has names of its own.
+        if not read - files and (others := [f"`{name}`" for name in (files - read).elements()]):
             yield f"{count(len(others), 'shard')} of a validation split not read: {listed(others)}"
         return
     if links := [f"`{name}`" for name in outside_links(path, base=base)]:
@@ -215,10 +217,11 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListe
 
 
 def _find_tokenized(path: str, base: Path) -> list[SourceFile] | None:
-    """Return the shards of an earlier pipeline, or None for rows."""
+    """Return the parts of a prepared corpus, or the shards of an earlier pipeline; None for rows."""
     from tunewell.data.corpus.old_shards import find_old_shards  # not needed for rows
+    from tunewell.data.corpus.prepared import find_prepared
 
-    return find_old_shards(path, base)
+    return find_prepared(path, base) or find_old_shards(path, base)
 
 
 def read_options(data: Data, index: int) -> ReadOptions:
@@ -236,6 +239,10 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
     data = loaded.config.data
     source, clean, read = data.sources[max(index, 0)], data.clean, read_options(data, index)
     masker = text.masker(source)
+    if any(file.format == TOKENIZED for file in files):
+        from tunewell.data.corpus.prepared import require_same_text  # not needed for rows
+
+        require_same_text(files, source, text.tokenizer, masker)
     marks_input = masker is not None and "has_input" in masker.template.source
     options = FormatOptions(labels=labels_of(source, partial(parsed_rows, files, read)), marks_input=marks_input)
     settings = {

@@ -100,13 +100,15 @@ class NumberedBlock:
 
     numbers: Sequence[int]
     tokens: TokenizedBlock
+    is_held_out: Bools | None = None
+    """The documents that a prepared corpus holds out."""
     num_bytes: int = 0
     cache_name: str = ""
     """The name of its file in the cache; empty for documents that were not tokenised here."""
 
 
 class TokenizedSource(Protocol):
-    """A source that has tokens, such as a packed shard."""
+    """A source that has tokens: a part of a prepared corpus, or a packed shard."""
 
     def blocks(self, pipeline: "RowPipeline", limit: int | None) -> Iterator[NumberedBlock]:
         """Yield at most `limit` documents."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
+from tunewell.core.files import is_url
 from tunewell.core.units import count
 from tunewell.data.rows.column_names import LABELS, TEXTS, first_present, is_labelled_text
 from tunewell.data.rows.conversation import Conversation, Rejected, is_object
@@ -80,8 +81,11 @@ def labels_of(source: SourceConfig, rows: Callable[[], Iterable[Any]]) -> tuple[
 
 
 def with_found_labels(source: SourceConfig, rows: Callable[[], Iterable[Any]]) -> SourceConfig:
-    """Return a source of texts with labels with the format `classification`, as `init` writes it; others unchanged."""
-    if source.format != "auto" or source.map or source.columns:
+    """Return a source of texts with labels with the format `classification`, as `init` writes it; others unchanged.
+
+    Remote rows are left as they are: looking at them would download them once more.
+    """
+    if source.format != "auto" or source.map or source.columns or is_url(source.path):
         return source
     found = iter(rows())
     first = list(islice(found, _SAMPLE_ROWS))

@@ -1,11 +1,14 @@
 """`tunewell launch`: write the job file of a cluster."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tunewell.cli.options import Argument, AsJson, ConfigFile
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.core.errors import UserError
-from tunewell.features.launch.workflow import SlurmOptions, SlurmResult, launch_slurm
+from tunewell.features.launch.options import SlurmOptions
+
+if TYPE_CHECKING:
+    from tunewell.features.launch.workflow import SlurmResult
 
 
 def command(
@@ -16,13 +19,15 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Write a job file that trains a config on several machines, and resumes it."""
+    from tunewell.features.launch.workflow import launch_slurm
+
     if scheduler != "slurm":
         raise UserError(f"`{scheduler}` is not known", fix="use `tunewell launch slurm`")
     result = launch_slurm(config, options)
     emit(json_text(result.as_json()) if json else screen(result, options))
 
 
-def screen(result: SlurmResult, options: SlurmOptions) -> str:
+def screen(result: "SlurmResult", options: SlurmOptions) -> str:
     """Return the screen: the job, what was checked, and how to submit it."""
     devices = f"{options.gpus} GPUs each" if options.gpus else "CPUs"
     rows = [

@@ -6,47 +6,20 @@ import shutil
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.child import run
 from tunewell.core.errors import UserError
 from tunewell.core.files import read_text, write_atomic
-from tunewell.core.options import Option
 from tunewell.core.units import count
+from tunewell.features.launch.options import SlurmOptions
 from tunewell.runs.config import has_begun, require_inputs
 
-_NAME = "train.sbatch"
 _SBATCH_SECONDS = 60.0
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d{2}){0,2}")
 _NAME_OF_SLURM = re.compile(r"[\w.,:=-]+")
 """Names of partitions, accounts and constraints: nothing that a shell or a directive reads otherwise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmOptions:
-    """The job: machines, GPUs and limits."""
-
-    nodes: Annotated[int, Option("Machines.", "N", min=1)] = 1
-    gpus: Annotated[int, Option("GPUs of each machine; 0: train on its CPUs.", "M", min=0)] = 1
-    cpus: Annotated[int, Option("CPU cores of each process. One process runs per GPU.", "N", min=1)] = 8
-    memory: Annotated[str | None, Option("Memory of each machine, such as `200G`. Default: Slurm's.", "SIZE")] = None
-    time: Annotated[str, Option("Time limit: `HH:MM:SS` or `D-HH:MM:SS`. Then the job is requeued.", "TIME")] = (
-        "24:00:00"
-    )
-    partition: Annotated[str | None, Option("Partition of the cluster.", "NAME")] = None
-    account: Annotated[str | None, Option("Account that is charged.", "NAME")] = None
-    requeues: Annotated[int, Option("How often the job may start again.", "N", min=0, is_rare=True)] = 20
-    warning: Annotated[
-        int, Option("Seconds before the limit at which a checkpoint is saved.", "SECONDS", min=60, is_rare=True)
-    ] = 300
-    out: Annotated[Path, Option("File to write.", "FILE")] = Path(_NAME)
-    force: Annotated[bool, Option("Overwrite an existing file.")] = False
-
-    @property
-    def num_ranks(self) -> int:
-        """The processes of the job, one per GPU."""
-        return self.nodes * max(1, self.gpus)
 
 
 @dataclass(frozen=True)

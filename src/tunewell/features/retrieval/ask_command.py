@@ -11,7 +11,6 @@ from tunewell.cli.render import AsIs, emit, json_text
 from tunewell.cli.screens.chat import escape_controls, sources_text
 from tunewell.core.files import is_url
 from tunewell.core.progress import Progress
-from tunewell.features.retrieval.records import read_index
 
 
 def command(
@@ -34,6 +33,8 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Answer a question from your documents, with the sources."""
+    from tunewell.features.retrieval.records import read_index
+
     with progress_and_questions(can_ask=not json) as (progress, ask):
         if not is_url(index):
             read_index(Path(index))  # a missing one is reported before torch is imported
