@@ -90,18 +90,14 @@ class Jobs:
             told = [*_ERROR.finditer(err)]
             what = told[-1].groupdict() if told else {"what": words or "the command ended without a result"}
             error = {"where": None, "fix": None} | (result.get("error") or what)
-        job = read_object(path / "job.json") | {"id": name, "status": status, "code": code, "error": error}
-        return redact(job | {"words": words, "result": (result or None) if status == "done" else None})
+        job = self._known(name) | {"id": name, "status": status, "error": error}
+        return redact(job | {"words": words})
 
     def path(self, name: str) -> Path:
         """Return the folder of a job."""
         if not name.replace("-", "").isalnum() or not (self._place / name / "job.json").is_file():
             raise WatchError("not_found", f"there is no job `{name[:40]}`")
         return self._place / name
-
-    def all(self) -> list[dict[str, Any]]:
-        """Return all jobs, the newest first."""
-        return [self.job(name) for name in self._names()]
 
     def running(self) -> list[dict[str, Any]]:
         """Return the jobs that have not ended."""
@@ -110,10 +106,15 @@ class Jobs:
     def newest_of(self, run: str, kinds: Sequence[str] = ("train", "resume")) -> dict[str, Any] | None:
         """Return the newest job of a run."""
         for name in self._names():
-            known = read_object(self._place / name / "job.json")
-            if known.get("run") == run and known.get("kind") in kinds:
+            known = self._known(name)
+            if known["run"] == run and known["kind"] in kinds:
                 return self.job(name)
         return None
+
+    def _known(self, name: str) -> dict[str, Any]:
+        """Return what a job was started with; a damaged one belongs to no run."""
+        known = read_object(self._place / name / "job.json")
+        return known if known.keys() >= {"kind", "run", "command", "started"} else {"kind": "", "run": None}
 
     def signature(self) -> list[Any]:
         """Return a value that changes when a job does."""
@@ -123,13 +124,12 @@ class Jobs:
             for name in self._names()[:20]
         ]
 
-    def stop(self, name: str) -> dict[str, Any]:
-        """Ask a job to end, and return it."""
+    def stop(self, name: str) -> None:
+        """Ask a job to end."""
         owner, is_running = self._owner(self.path(name))
         if owner is not None and is_running:
             with suppress(ProcessLookupError):
                 os.kill(owner.pid, signal.SIGTERM)
-        return self.job(name)
 
     def _names(self) -> list[str]:
         with suppress(OSError):

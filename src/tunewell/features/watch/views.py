@@ -1,12 +1,10 @@
 """What the screens show, read from the records of runs. Nothing here changes anything."""
 
-import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +28,6 @@ from tunewell.runs.status import RunStatus
 SAMPLES = "samples.jsonl"
 LOGS = (EVENTS, HEALING, SAMPLES)
 """The logs of a run in the order of their positions in the id of an event; the log of its job follows."""
-_STATUS_WORDS = {
-    "finished": "finished",
-    "starting": "starting",
-    "running": "running",
-    "interrupted": "stopped, can be resumed",
-    "stopped": "stopped by health",
-    "failed": "failed",
-    "killed": "crashed or killed",
-    "unreadable": "unreadable",
-}
 _CURVE = ("step", "loss", "grad_norm", "learning_rate", "memory_bytes", "seconds", "tokens", "epoch", "was_skipped")
 _SEARCHED = ("run", "model", "data", "status", "verdict", "method")
 _MAX_TEXT = 1 << 16
@@ -60,36 +48,26 @@ def session(watched: Watched, query: Query) -> dict[str, Any]:
     """Return what the page must know before it shows anything."""
     from tunewell.planning.first_config import RECIPES
 
-    machine = read_machine()
-    device = machine.device("auto")
-    facts = {"cores": machine.cores, "memory_bytes": device.memory_bytes, "free_bytes": device.free_bytes}
     return {
         "version": made_by(),
         "folder": str(watched.root),
         "name": watched.root.name,
-        "command": f"tunewell watch {shlex.quote(str(watched.root))}",
         "is_read_only": watched.is_read_only,
         "features": watched.features,
         "limits": {"upload_bytes": MAX_UPLOAD_BYTES, "upload_files": MAX_UPLOAD_FILES},
         "methods": [{"name": name, "about": recipe.about} for name, recipe in RECIPES.items()],
-        "machine": facts | {"device": device.label, "kind": device.kind},
+        "machine": {"device": read_machine().device("auto").label},
     }
 
 
 def row_of(watched: Watched, run: StoredRun) -> dict[str, Any]:
     """Return a run as the list shows it."""
-    row = run.as_json()
-    access, words = "own", None
-    if run.is_running and run.owner and (host := str(run.owner).partition(" on ")[2].partition(",")[0]):
-        access, words = "other_host", f"runs on `{host}`, so it can only be read here"
-    elif not os.access(run.folder, os.W_OK):
-        access, words = "other_user", "belongs to another user, so it can only be read"
-    name = watched.folder.name_of(run.folder)
-    own = {"id": name, "run": name, "access": access, "access_words": words}
+    row, name = run.as_json(), watched.folder.name_of(run.folder)
+    row |= {"id": name, "run": name, "access_words": actions.obstacle(run)}
     if run.status == "unreadable" and not run.folder.is_dir() and (job := watched.jobs.newest_of(name)):
         row["status"] = "starting" if job["status"] == "running" else "failed"
         row["note"] = (job["error"] or {}).get("what") or job["words"]
-    return row | own | {"status_words": _STATUS_WORDS.get(row["status"], row["status"])}
+    return row
 
 
 def runs(watched: Watched, query: Query) -> dict[str, Any]:
@@ -103,12 +81,9 @@ def runs(watched: Watched, query: Query) -> dict[str, Any]:
         if (not wanted or any(wanted in str(getattr(run, name) or "").casefold() for name in _SEARCHED))
         and query.get("status", "") in ("", run.status)
     ]
-    kept = sorted_runs(kept, sort, is_reversed=query.get("reverse") == "1")
-    first = number(query, "offset", 0)
-    shown = kept[first : first + number(query, "limit", 200, 1000)]
-    command = ["tunewell", "runs", "--sort", sort, *(["--reverse"] if query.get("reverse") == "1" else [])]
+    shown = sorted_runs(kept, sort, is_reversed=False)[: number(query, "limit", 200, 1000)]
     return {
-        "command": shlex.join(command),
+        "command": f"tunewell runs --sort {sort}",
         "total": len(found),
         "found": len(kept),
         "counts": Counter(run.status for run in found.values()),
@@ -118,45 +93,32 @@ def runs(watched: Watched, query: Query) -> dict[str, Any]:
 
 def run(watched: Watched, query: Query) -> dict[str, Any]:
     """Return everything about one run but its curve."""
-    folder = watched.run(query.get("id", "."))
+    folder = watched.asked(query)
     found = RunStatus(folder, is_quick=True)
-    settings = [{"key": key, **value} for key, value in found.plan.items() if _is_chosen(value)]
-    more = {
-        "plan": settings,
-        "prediction": found.plan.get("prediction"),
-        "config": _text(folder / RUN_CONFIG),
-    }
-    return run_state(watched, found) | more
+    plan = [
+        {"key": key, **value}
+        for key, value in found.plan.items()
+        if isinstance(value, dict) and value.keys() == {"value", "because"}
+    ]
+    return run_state(watched, found) | {"plan": plan, "config": _text(folder / RUN_CONFIG)}
 
 
 def run_state(watched: Watched, found: RunStatus) -> dict[str, Any]:
     """Return what changes while a run works."""
-    name, last, folder = watched.folder.name_of(found.folder), found.last_step, found.folder
-    ended = found.ended
+    name, folder, ended = watched.folder.name_of(found.folder), found.folder, found.ended
+    records = {PLAN: found.plan, OUTCOME: found.outcome}
     return row_of(watched, found) | {
         "command": shlex.join(["tunewell", "runs", name]),
         "seconds_left": found.seconds_left,
         "elapsed": found.seconds,
-        **{key: value_in(last, key) for key in ("memory_bytes", "epoch", "learning_rate")},
-        "outcome": ended or None,
         "crash": _text(folder / CRASH),
         "healing_lines": ended.get("healing", []),
         "advice": ended.get("advice", []),
         "job": watched.jobs.newest_of(name),
         "has_report": found.has_report,
-        "has_export": exports.has_export(folder),
-        "problems": _problems(found),
+        "problems": [f"`{file}` is damaged" for file, own in records.items() if not own and (folder / file).is_file()],
         "actions": actions.possible(watched, found),
     }
-
-
-def _problems(found: StoredRun) -> list[str]:
-    parts = {PLAN: found.plan, OUTCOME: found.outcome}
-    return [f"`{name}` is damaged" for name, own in parts.items() if not own and (found.folder / name).is_file()]
-
-
-def _is_chosen(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"value", "because"}
 
 
 def _text(path: Path) -> str | None:
@@ -174,20 +136,16 @@ def with_speed(event: dict[str, Any]) -> dict[str, Any]:
 
 def curve(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the steps that draw the curve of a run, its evaluations and what health did."""
-    folder = watched.run(query.get("id", "."))
-    first, last = number(query, "from", 0), number(query, "to", 1 << 53)
+    folder = watched.asked(query)
     index, guard = watched.index(folder)
     with guard:
         index.update()
-        chosen = index.chosen(number(query, "points", 1500, _MAX_POINTS), first, last)
+        chosen = index.chosen(number(query, "points", 1500, _MAX_POINTS))
         steps = [with_speed(event) for event in index.events(chosen)]
         positions = [index.position, *(end_of(folder / name) for name in LOGS[1:])]
-        ends = (index.steps[0], index.steps[-1]) if index.steps else (None, None)
         facts = {"num_steps": len(index.steps), "num_damaged": index.num_damaged, "held_out": list(index.held_out)}
     return facts | {
         "cursor": cursor_of(positions),
-        "first_step": ends[0],
-        "last_step": ends[1],
         "is_reduced": len(chosen) < facts["num_steps"],
         "planned_steps": StoredRun(folder).planned_steps,
         "columns": {name: [own.get(name) for own in steps] for name in (*_CURVE, "tokens_per_second")},
@@ -214,15 +172,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def samples(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return the sample answers by question; those before training are marked."""
-    folder = watched.run(query.get("id", "."))
-    rows = sorted(lines_of(folder / SAMPLES), key=lambda own: (own.get("document") or 0, own.get("step") or 0))
-    questions = []
-    for document, group in groupby(rows, key=lambda own: own.get("document")):
-        answers = [own | {"is_untrained": own.get("step") == 0} for own in group]
-        asked = {name: answers[0].get(name) for name in ("question", "prompt", "reference")}
-        questions.append({"document": document, **asked, "answers": answers})
-    return {"questions": questions}
+    """Return the sample answers; those of step 0 are from before training."""
+    return {"rows": lines_of(watched.asked(query) / SAMPLES)}
 
 
 def log_path(watched: Watched, query: Query) -> Path | None:
@@ -238,18 +189,12 @@ def log_path(watched: Watched, query: Query) -> Path | None:
 def log(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the end of a log."""
     if "job" not in query:
-        watched.run(query.get("id", "."))
+        watched.asked(query)
     path = log_path(watched, query)
     if path is None:
         where = "this run was started in a terminal, which has its log"
-        return {"text": "", "is_cut": False, "cursor": "", "where": where}
-    text = _text(path) or ""
-    return {"text": text, "is_cut": len(text) == _MAX_TEXT, "cursor": str(end_of(path)), "where": path.parent.name}
-
-
-def jobs(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return all jobs."""
-    return {"jobs": watched.jobs.all()}
+        return {"text": "", "where": where}
+    return {"text": _text(path) or "", "cursor": str(end_of(path)), "where": path.parent.name}
 
 
 def job(watched: Watched, query: Query) -> dict[str, Any]:
@@ -264,7 +209,7 @@ def files(watched: Watched, query: Query) -> dict[str, Any]:
 
 def export(watched: Watched, query: Query) -> dict[str, Any]:
     """Return what can be exported, and what was."""
-    return exports.view(watched, watched.run(query.get("id", ".")))
+    return exports.view(watched, watched.asked(query))
 
 
 # The verdict.
@@ -281,7 +226,7 @@ _ORDER = {False: 0, None: 1, True: 2}
 
 
 def _report(watched: Watched, query: Query) -> tuple[dict[str, Any], str, Path]:
-    folder = watched.run(query.get("id", "."))
+    folder = watched.asked(query)
     name = watched.folder.name_of(folder)
     if not (folder / "report.json").is_file():
         fix = f"`tunewell validate {shlex.quote(name)}` tests the model"
@@ -313,7 +258,6 @@ def report(watched: Watched, query: Query) -> dict[str, Any]:
     trained = StoredRun(folder).outcome
     return found | {
         "exchanges_counts": counts,
-        "kinds": [{"kind": kind, "number": counts[kind]} for kind in ("all", *_KINDS)],
         "headline": HEADLINES[found["verdict"]],
         "has_page": (folder / PAGE).is_file(),
         "command": shlex.join(["tunewell", "validate", name]),
@@ -330,7 +274,7 @@ def _next_step(watched: Watched, folder: Path, words: str) -> dict[str, Any]:
     action = {"train": "resume" if command and "--resume" in command[1] else None}.get(verb, verb)
     known = {own["id"]: own["command"] for own in actions.possible(watched, StoredRun(folder))}
     own = known.get(action or "")
-    return {"words": words, "command": own or (command[1] if command else None), "action": action if own else None}
+    return {"words": words, "command": own or (command[1] if command else None)}
 
 
 def answers(watched: Watched, query: Query) -> dict[str, Any]:
@@ -338,10 +282,10 @@ def answers(watched: Watched, query: Query) -> dict[str, Any]:
     found, _, _ = _report(watched, query)
     kind, wanted = query.get("kind", "all"), query.get("search", "").casefold()
     is_one = _KINDS.get(kind, lambda own: True)
-    rows = [own for own in found["exchanges"] if is_one(own)]
     rows = [
-        own for own in rows if wanted in f"{own['question']}\n{own['reference']}\n{own['tuned']['text']}".casefold()
+        own
+        for own in found["exchanges"]
+        if is_one(own) and wanted in f"{own['question']}\n{own['reference']}\n{own['tuned']['text']}".casefold()
     ]
     rows.sort(key=lambda own: _ORDER[own["tuned"]["right"]])
-    first = number(query, "offset", 0)
-    return {"total": len(rows), "answers": rows[first : first + number(query, "limit", 50, 500)]}
+    return {"total": len(rows), "answers": rows[: number(query, "limit", 50, 500)]}
