@@ -78,7 +78,6 @@ def test_the_own_page_is_allowed_also_through_a_tunnel(page):
         assert page.request("GET", "/api/v1/session", headers=headers)[0] == 200
 
 
-@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "multipart/form-data", "text/plain", ""])
 def test_a_link_to_the_page_opens_it_but_nothing_of_the_api(page):
     """Guards against an error in the browser that the command opens: its first request comes from a file."""
     link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
@@ -89,6 +88,7 @@ def test_a_link_to_the_page_opens_it_but_nothing_of_the_api(page):
     assert page.request("POST", "/api/v1/act", {}, headers=link | {"origin": "http://evil.example"})[0] == 403
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "multipart/form-data", "text/plain", ""])
 def test_forms_cannot_post(page, kind):
     """Guards against forged forms, which can send only these types."""
     for name in ("act", "new/start", "uploads?name=rows.csv"):

@@ -204,9 +204,11 @@ async def _body(watched: Watched, name: str, request: Request) -> dict[str, Any]
         if len(data) > _MAX_BODY_BYTES:
             raise WatchError("too_large", "the request is larger than 1 MiB")
     try:
-        return dict(orjson.loads(data))
-    except (ValueError, TypeError) as error:
-        raise WatchError("refused", "the request is not a JSON object") from error
+        if isinstance(body := orjson.loads(data), dict):
+            return body
+    except ValueError:
+        pass
+    raise WatchError("refused", "the request is not a JSON object")
 
 
 def _json(content: Any, status: int = 200) -> Response:

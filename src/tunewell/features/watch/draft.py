@@ -216,12 +216,12 @@ def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]
 
     result = init(**known.pop("init"), is_draft=True, ask=ask, progress=progress)
     own = [question for question in long if dict(question.options).keys() == {"split", "drop"}]
-    if own and _LONG not in request.get("settings", {}):
+    values = request.get("settings") or {}
+    if own and _LONG not in values:
         return {"question": _question(own[0], _LONG)}
     progress(Progress("showing what the model sees"))
     seen = _inspected(rows, result, model, progress)
     progress(Progress("planning"))
-    values = request.get("settings") or {}
     needs = models(rows.data, names=(model,), sets=rows.sets, values=values, is_online=False).models[0]
     chosen = result.settings | dict(needs.outlook.work.plan if needs.outlook else ())
     sample = result.sample
