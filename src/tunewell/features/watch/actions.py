@@ -93,8 +93,3 @@ def start_on_device(watched: Watched, kind: str, words: list[str], *, run: str) 
         chat.end_all(watched)
         watched.reader.close()
         return watched.jobs.start(kind, words, run=run)
-
-
-def download(watched: Watched, body: dict[str, Any]) -> dict[str, str]:
-    """Return an address for one download."""
-    return watched.folder.ticket(str(body.get("path", "")))

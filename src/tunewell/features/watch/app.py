@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tunewell.core.errors import UserError
 from tunewell.core.files import explain_os_error, is_disk_full
 from tunewell.core.progress import Progress
-from tunewell.features.watch import actions, chat, new, views
+from tunewell.features.watch import actions, chat, exports, new, views
 from tunewell.features.watch.errors import STATUS, WatchError, error_json
 from tunewell.features.watch.stream import Stream, json_bytes, sse
 from tunewell.features.watch.watched import Watched
@@ -48,11 +48,17 @@ _HEADERS = Headers(
 ).raw
 Worker = Callable[[Watched, dict[str, Any], Callable[[Any], None]], Any]
 
-_VIEWS = "session runs run curve samples log report answers job files export"
-_READERS = {name: getattr(views, name) for name in _VIEWS.split()} | {"chat": chat.state}
+_VIEWS = "session runs run curve samples log report answers"
+_READERS = {
+    **{name: getattr(views, name) for name in _VIEWS.split()},
+    "job": lambda watched, query: watched.jobs.job(query.get("id", "")),
+    "files": lambda watched, query: watched.folder.entries(query.get("folder", "")),
+    "export": exports.view,
+    "chat": chat.state,
+}
 _WRITERS = {
     "act": actions.act,
-    "downloads": actions.download,
+    "downloads": lambda watched, body: watched.folder.ticket(str(body.get("path", ""))),
     "chat/open": chat.open_sides,
     "chat/close": chat.close,
 }

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,10 +29,11 @@ def options_of(body: dict[str, Any]) -> list[str]:
     return ["--to", ",".join(wanted), *(["--gguf", str(kind)] if kind else [])]
 
 
-def view(watched: Watched, run: Path) -> dict[str, Any]:
+def view(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the targets, and the export that is there."""
     from tunewell.planning.forecast import export_bytes  # a second that the first page does not need
 
+    run = watched.asked(query)
     name, stored = watched.folder.name_of(run), StoredRun(run)
     weights = num_weights(stored.model)
     settings = value_in(stored.plan, "config", "export", "gguf", kind=list) or ["q8_0"]

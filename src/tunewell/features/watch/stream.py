@@ -35,7 +35,7 @@ class Stream:
         """Prepare a stream that goes on after an id; raise WatchError if there is no such run or id."""
         self._watched = watched
         self._run = watched.run(query["run"]) if query.get("run") else None
-        self._query = {"run": query.get("run", "")}
+        self._name = query.get("run", "")
         self._has_list = query.get("runs") == "1"
         self._due: dict[str, float] = {}
         self._seen: dict[str, Any] = {}
@@ -46,7 +46,7 @@ class Stream:
         except ValueError:
             raise WatchError("refused", "this is not the id of an event") from None
         # A log without a known position is followed from its end.
-        log = views.log_path(watched, self._query)
+        log = views.log_path(watched, self._run) if self._run else None
         self._positions += [end_of(file) if file else START for file in [*self._files, log][len(self._positions) :]]
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -79,7 +79,7 @@ class Stream:
     def _new_events(self) -> Iterator[Event]:
         if self._run is not None:
             if not self._run.is_dir():
-                self._watched.run(self._query["run"])  # raises, unless the run has only begun
+                self._watched.run(self._name)  # raises, unless the run has only begun
             yield from self._new_lines()
             yield from self._changed_run(self._run)
         if self._has_list and self._is_due("runs", _LIST_SECONDS):
@@ -96,7 +96,7 @@ class Stream:
                     rows = [views.with_speed(row) for row in rows if row.get("kind") == "step"]
                 if rows:
                     yield kind, {"rows": rows}
-        if self._is_due("log", _RUN_SECONDS) and (path := views.log_path(self._watched, self._query)):
+        if self._run and self._is_due("log", _RUN_SECONDS) and (path := views.log_path(self._watched, self._run)):
             try:
                 data, self._positions[-1] = read_new(path, self._positions[-1])
             except LogReplaced:  # the log of another job

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tunewell.core.files import read_text
+from tunewell.core.files import read_bytes, read_text
 from tunewell.core.version import made_by
 from tunewell.evaluation.report import view as shown
-from tunewell.features.watch import actions, exports
+from tunewell.features.watch import actions
 from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.folder import MAX_UPLOAD_BYTES, MAX_UPLOAD_FILES
 from tunewell.features.watch.watched import Watched
@@ -19,9 +19,9 @@ from tunewell.machine.machine import read_machine
 from tunewell.records.events import parse_object, plain
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
-from tunewell.records.report import HEADLINES, PAGE, Report, read_report
+from tunewell.records.report import HEADLINES, PAGE, REPORT, Report, read_report
 from tunewell.records.rundir import CRASH, OUTCOME, RUN_CONFIG
-from tunewell.runs.follow import START, LogPosition, LogReplaced, end_of, read_new
+from tunewell.runs.follow import LogPosition, end_of
 from tunewell.runs.state import EVENTS, StoredRun, require_column, sorted_runs, value_in
 from tunewell.runs.status import RunStatus
 
@@ -32,7 +32,7 @@ _CURVE = ("step", "loss", "grad_norm", "learning_rate", "memory_bytes", "seconds
 _SEARCHED = ("run", "model", "data", "status", "verdict", "method")
 _MAX_TEXT = 1 << 16
 _MAX_POINTS = 20_000
-_COMMAND = re.compile(r"`(tunewell [^`]+)`")
+_COMMAND = re.compile(r"`(tunewell (?P<action>[a-z-]+)[^`]*)`")
 Query = Mapping[str, str]
 
 
@@ -160,15 +160,11 @@ def cursor_of(positions: list[LogPosition]) -> str:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a short log. Damaged lines are left out."""
-    found, position = list[dict[str, Any]](), START
     try:
-        while True:
-            data, position = read_new(path, position)
-            if not data:
-                return found
-            found += [event for line in data.split(b"\n") if (event := parse_object(line)) is not None]
-    except LogReplaced:
-        return lines_of(path)
+        lines = read_bytes(path).split(b"\n")
+    except OSError:
+        return []
+    return [event for line in lines if (event := parse_object(line)) is not None]
 
 
 def samples(watched: Watched, query: Query) -> dict[str, Any]:
@@ -176,40 +172,18 @@ def samples(watched: Watched, query: Query) -> dict[str, Any]:
     return {"rows": lines_of(watched.asked(query) / SAMPLES)}
 
 
-def log_path(watched: Watched, query: Query) -> Path | None:
-    """Return the file with what a job, or the newest job of a run, told people."""
-    name = query.get("job")
-    if not name:
-        run_name = query.get("run") or query.get("id", ".")
-        job_ = watched.jobs.newest_of(run_name, ("train", "resume", "validate"))
-        name = job_["id"] if job_ else None
-    return watched.jobs.path(name) / "err" if name else None
+def log_path(watched: Watched, run: Path) -> Path | None:
+    """Return the file with what the newest job of a run told people."""
+    job = watched.jobs.newest_of(watched.folder.name_of(run), ("train", "resume", "validate"))
+    return watched.jobs.path(job["id"]) / "err" if job else None
 
 
 def log(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the end of a log."""
-    if "job" not in query:
-        watched.asked(query)
-    path = log_path(watched, query)
+    path = log_path(watched, watched.asked(query))
     if path is None:
-        where = "this run was started in a terminal, which has its log"
-        return {"text": "", "where": where}
+        return {"text": "", "where": "this run was started in a terminal, which has its log"}
     return {"text": _text(path) or "", "cursor": str(end_of(path)), "where": path.parent.name}
-
-
-def job(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return one job."""
-    return watched.jobs.job(query.get("id", ""))
-
-
-def files(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return what is in a folder."""
-    return watched.folder.entries(query.get("folder", ""))
-
-
-def export(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return what can be exported, and what was."""
-    return exports.view(watched, watched.asked(query))
 
 
 # The verdict.
@@ -225,14 +199,12 @@ _KINDS: dict[str, Callable[[dict[str, Any]], bool]] = {
 _ORDER = {False: 0, None: 1, True: 2}
 
 
-def _report(watched: Watched, query: Query) -> tuple[dict[str, Any], str, Path]:
-    folder = watched.asked(query)
-    name = watched.folder.name_of(folder)
-    if not (folder / "report.json").is_file():
+def _report(watched: Watched, folder: Path) -> Report:
+    if not (folder / REPORT).is_file():
+        name = watched.folder.name_of(folder)
         fix = f"`tunewell validate {shlex.quote(name)}` tests the model"
         raise WatchError("not_found", f"the run `{name}` has no verdict yet", fix=fix)
-    report = read_report(folder)
-    return plain(report.model_dump(mode="python")) | {"view": _as_shown(report)}, name, folder
+    return read_report(folder)
 
 
 def _as_shown(report: Report) -> dict[str, Any]:
@@ -250,36 +222,38 @@ def _as_shown(report: Report) -> dict[str, Any]:
 
 def report(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the report without its answers, and what to do next."""
-    found, name, folder = _report(watched, query)
+    folder = watched.asked(query)
+    record = _report(watched, folder)
+    found = plain(record.model_dump(exclude={"curve"}))
     answers = found.pop("exchanges")
-    del found["curve"]
     counts = {kind: sum(map(is_one, answers)) for kind, is_one in _KINDS.items()} | {"all": len(answers)}
     words = [*(reason["next"] for reason in found["reasons"]), found["next"]]
     trained = StoredRun(folder).outcome
     return found | {
+        "view": _as_shown(record),
         "exchanges_counts": counts,
         "headline": HEADLINES[found["verdict"]],
         "has_page": (folder / PAGE).is_file(),
-        "command": shlex.join(["tunewell", "validate", name]),
+        "command": shlex.join(["tunewell", "validate", watched.folder.name_of(folder)]),
         "next_steps": [_next_step(watched, folder, text) for text in dict.fromkeys(words) if text],
         "is_stale": bool(trained)
         and value_in(trained, "steps", kind=int) != value_in(found, "subject", "step", kind=int)
-        and (folder / OUTCOME).stat().st_mtime > (folder / "report.json").stat().st_mtime,
+        and (folder / OUTCOME).stat().st_mtime > (folder / REPORT).stat().st_mtime,
     }
 
 
 def _next_step(watched: Watched, folder: Path, words: str) -> dict[str, Any]:
-    command = _COMMAND.search(words)
-    verb = command[1].split()[1] if command else ""
-    action = {"train": "resume" if command and "--resume" in command[1] else None}.get(verb, verb)
+    """Return a next step with its command, which is that of the button if there is one."""
+    if not (command := _COMMAND.search(words)):
+        return {"words": words, "command": None}
+    action = "resume" if "--resume" in command[1] else command["action"]
     known = {own["id"]: own["command"] for own in actions.possible(watched, StoredRun(folder))}
-    own = known.get(action or "")
-    return {"words": words, "command": own or (command[1] if command else None)}
+    return {"words": words, "command": known.get(action, command[1])}
 
 
 def answers(watched: Watched, query: Query) -> dict[str, Any]:
     """Return some answers of the report, wrong ones first."""
-    found, _, _ = _report(watched, query)
+    found = plain(_report(watched, watched.asked(query)).model_dump(include={"exchanges"}))
     kind, wanted = query.get("kind", "all"), query.get("search", "").casefold()
     is_one = _KINDS.get(kind, lambda own: True)
     rows = [

@@ -61,9 +61,10 @@ function useRun(id) {
     };
     const load = async () => {
       try {
-        const [first, curve, samples, log] = await Promise.all([
+        // First the curve: the stream goes on where it ends, so what is read later may come twice, but is never lost.
+        const curve = await get(`curve?${query}`, controller.signal);
+        const [first, samples, log] = await Promise.all([
           get(`run?${query}`, controller.signal),
-          get(`curve?${query}`, controller.signal),
           get(`samples?${query}`, controller.signal),
           get(`log?${query}`, controller.signal),
         ]);
@@ -109,6 +110,7 @@ function undo(curve, last) {
 function addSample(questions, row) {
   let own = questions.find((each) => each.document === row.document);
   if (!own) questions.push((own = { ...row, answers: [] }));
+  if (own.answers.some((known) => known.step === row.step)) return;
   own.answers.push({ ...row, is_untrained: row.step === 0 });
 }
 
