@@ -1,5 +1,6 @@
 """From rows to a config: the questions of `init` one at a time, and the same file as `init` writes."""
 
+import json
 import shlex
 import shutil
 import time
@@ -15,6 +16,8 @@ from tunewell.workflows.init import init
 
 _ROWS = [("Nr", "Frage", "Antwort", "Stand")]
 _ROWS += [(str(n), f"Was kostet Möbel {n}?", f"Es kostet {n * 7} Euro, geprüft.", f"Stand {n * 31}") for n in range(30)]
+_SHAPE = {"model_type": "llama", "vocab_size": 512, "hidden_size": 16, "intermediate_size": 32}
+_SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 512}
 _CHAT = "".join(
     f"[0{1 + n % 9}.02.24, 10:{n % 60:02}:00] {name}: {text} {n}\n"
     for n in range(40)
@@ -80,11 +83,11 @@ def test_an_answer_that_was_not_offered_is_refused(tmp_path, monkeypatch):
         read({"data": "rows.csv", "answers": ["../../x"]}, lambda _: None)
 
 
-@pytest.mark.slow
 def test_what_the_model_sees_is_text_and_not_bytes(tmp_path, monkeypatch, tiny_model):
     """Guards against `<20 4B C3>` in place of a word: a byte-level tokenizer splits an umlaut into two tokens."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, tmp_path / "tiny")
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(_SHAPE))
     (tmp_path / "rows.csv").write_text("\n".join(";".join(row) for row in _ROWS), encoding="utf-8")
     request = {"data": "rows.csv", "answers": ["Frage", "Antwort"], "model": "tiny", "name": "mine", "settings": None}
     seen = "".join(token["text"] for token in draft(request, lambda _: None)["sees"][0]["tokens"])

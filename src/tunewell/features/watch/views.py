@@ -8,12 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tunewell.core.files import read_bytes, read_text
+from tunewell.core.files import read_bytes
 from tunewell.core.version import made_by
 from tunewell.evaluation.report import view as shown
 from tunewell.features.watch import actions
 from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.folder import MAX_UPLOAD_BYTES, MAX_UPLOAD_FILES
+from tunewell.features.watch.jobs import text_of
 from tunewell.features.watch.watched import Watched
 from tunewell.machine.machine import read_machine
 from tunewell.records.events import parse_object, plain
@@ -30,7 +31,6 @@ LOGS = (EVENTS, HEALING, SAMPLES)
 """The logs of a run in the order of their positions in the id of an event; the log of its job follows."""
 _CURVE = ("step", "loss", "grad_norm", "learning_rate", "memory_bytes", "seconds", "tokens", "epoch", "was_skipped")
 _SEARCHED = ("run", "model", "data", "status", "verdict", "method")
-_MAX_TEXT = 1 << 16
 _MAX_POINTS = 20_000
 _COMMAND = re.compile(r"`(tunewell (?P<action>[a-z-]+)[^`]*)`")
 Query = Mapping[str, str]
@@ -100,7 +100,7 @@ def run(watched: Watched, query: Query) -> dict[str, Any]:
         for key, value in found.plan.items()
         if isinstance(value, dict) and value.keys() == {"value", "because"}
     ]
-    return run_state(watched, found) | {"plan": plan, "config": _text(folder / RUN_CONFIG)}
+    return run_state(watched, found) | {"plan": plan, "config": text_of(folder / RUN_CONFIG)}
 
 
 def run_state(watched: Watched, found: RunStatus) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def run_state(watched: Watched, found: RunStatus) -> dict[str, Any]:
         "command": shlex.join(["tunewell", "runs", name]),
         "seconds_left": found.seconds_left,
         "elapsed": found.seconds,
-        "crash": _text(folder / CRASH),
+        "crash": text_of(folder / CRASH),
         "healing_lines": ended.get("healing", []),
         "advice": ended.get("advice", []),
         "job": watched.jobs.newest_of(name),
@@ -119,13 +119,6 @@ def run_state(watched: Watched, found: RunStatus) -> dict[str, Any]:
         "problems": [f"`{file}` is damaged" for file, own in records.items() if not own and (folder / file).is_file()],
         "actions": actions.possible(watched, found),
     }
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return read_text(path, errors="replace")[-_MAX_TEXT:]
-    except OSError:
-        return None
 
 
 def with_speed(event: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +140,6 @@ def curve(watched: Watched, query: Query) -> dict[str, Any]:
     return facts | {
         "cursor": cursor_of(positions),
         "is_reduced": len(chosen) < facts["num_steps"],
-        "planned_steps": StoredRun(folder).planned_steps,
         "columns": {name: [own.get(name) for own in steps] for name in (*_CURVE, "tokens_per_second")},
         "healing": lines_of(folder / HEALING),
     }
@@ -183,7 +175,7 @@ def log(watched: Watched, query: Query) -> dict[str, Any]:
     path = log_path(watched, watched.asked(query))
     if path is None:
         return {"text": "", "where": "this run was started in a terminal, which has its log"}
-    return {"text": _text(path) or "", "cursor": str(end_of(path)), "where": path.parent.name}
+    return {"text": text_of(path) or "", "cursor": str(end_of(path)), "where": path.parent.name}
 
 
 # The verdict.
