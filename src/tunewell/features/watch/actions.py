@@ -56,7 +56,7 @@ def possible(watched: Watched, run: StoredRun) -> list[dict[str, Any]]:
         "chat": running or untrained or (None if watched.features["chat"] else "it is not installed"),
         "diagnose": None if watched.features["diagnose"] else "it is not installed",
     }
-    if why_not := "this page only shows" if watched.is_read_only else obstacle(run):
+    if why_not := "this page was started with `--read-only`" if watched.is_read_only else obstacle(run):
         reasons = dict.fromkeys(reasons, why_not)
     found = []
     for name, why_not in reasons.items():

@@ -197,7 +197,9 @@ def _guarded(act: Callable[..., Any], *arguments: Any) -> Any:
 def _require_allowed(watched: Watched, name: str, request: Request, wanted: str) -> None:
     """Raise WatchError if the page only shows, and for the types of content that a form can send."""
     if watched.is_read_only and name != "downloads":
-        raise WatchError("read_only", "this page only shows", fix="start `tunewell watch` without `--read-only`")
+        raise WatchError(
+            "read_only", "this page was started with `--read-only`", fix="start `tunewell watch` without `--read-only`"
+        )
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
         raise WatchError("media_type", f"the content type must be `{wanted}`")
 

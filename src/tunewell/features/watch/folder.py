@@ -70,7 +70,7 @@ class WatchedFolder:
         safe = safe_name(name)
         if not (detect_format(safe)[0] or Path(safe).suffix.lower() in _DOCUMENTS):
             fix = "CSV, Excel, JSON, JSONL, Parquet, exported chats and texts are read; of a ZIP, its files"
-            raise WatchError("refused", f"`{safe}` is a type of file that nobody reads", fix=fix)
+            raise WatchError("refused", f"`{safe}` is of a type that cannot be read", fix=fix)
         if size > MAX_UPLOAD_BYTES:
             raise _too_large()
         folder = self._upload_folder(into)
