@@ -8,7 +8,7 @@ from tunewell.core.progress import ProgressListener
 from tunewell.data.sources.base import split_limit
 from tunewell.features.watch.actions import start_on_device
 from tunewell.features.watch.errors import WatchError, error_json
-from tunewell.features.watch.folder import safe_name
+from tunewell.features.watch.folder import free_path, safe_name
 from tunewell.features.watch.watched import Watched
 
 _MAX_ANSWERS = 20
@@ -72,10 +72,7 @@ def index(watched: Watched, body: dict[str, Any], progress: ProgressListener) ->
 def _free_name(watched: Watched, data: str) -> str:
     """Return a name for a project that no folder has yet."""
     stem = safe_name(split_limit(data)[0]).partition(".")[0].lower()
-    number, name = 2, stem
-    while (watched.root / name).exists():
-        name, number = f"{stem}-{number}", number + 1
-    return name
+    return free_path(watched.root, stem).name
 
 
 def _named_request(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
