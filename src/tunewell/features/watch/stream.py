@@ -66,15 +66,12 @@ class Stream:
 
     def _poll(self) -> tuple[list[bytes], bool]:
         try:
-            events = list(self._new_events())
+            return [sse(kind, data, views.cursor_of(self._positions)) for kind, data in self._new_events()], False
         except LogReplaced:
             return [sse("reset", {"file": "events.jsonl", "last_step": self._last_step()})], True
         except (UserError, OSError) as error:
             known = error if isinstance(error, UserError) else WatchError("not_found", str(error))
             return [sse("gone", error_json(known))], True
-        # Only the last event has an id: after a cut between two events, both are sent again.
-        ids = [*[""] * (len(events) - 1), views.cursor_of(self._positions)]
-        return [sse(kind, data, id_) for (kind, data), id_ in zip(events, ids, strict=False)], False
 
     def _new_events(self) -> Iterator[Event]:
         if self._run is not None:
@@ -88,14 +85,16 @@ class Stream:
     def _new_lines(self) -> Iterator[Event]:
         for number, (kind, file) in enumerate(zip(_KINDS, self._files, strict=True)):
             if _has_grown(file, self._positions[number]):
-                data, self._positions[number] = read_new(file, self._positions[number])
+                data, position = read_new(file, self._positions[number])
                 rows = [row for line in data.split(b"\n") if (row := parse_object(line)) is not None]
+                parts = {kind: rows}
                 if kind == "steps":
-                    if held_out := [row for row in rows if row.get("kind") == "held_out"]:
-                        yield "held_out", {"rows": held_out}
-                    rows = [views.with_speed(row) for row in rows if row.get("kind") == "step"]
-                if rows:
-                    yield kind, {"rows": rows}
+                    parts = {"held_out": [row for row in rows if row.get("kind") == "held_out"]}
+                    parts["steps"] = [views.with_speed(row) for row in rows if row.get("kind") == "step"]
+                events = [(name, {"rows": own}) for name, own in parts.items() if own]
+                yield from events[:-1]
+                self._positions[number] = position  # only now: a stream that is cut before loses no step
+                yield from events[-1:]
         if self._run and self._is_due("log", _RUN_SECONDS) and (path := views.log_path(self._watched, self._run)):
             try:
                 data, self._positions[-1] = read_new(path, self._positions[-1])
