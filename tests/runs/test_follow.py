@@ -54,7 +54,7 @@ def test_an_index_follows_a_log_that_is_cut(tmp_path):
         staged.write_text("\n".join([*lines, ""]))
         staged.replace(index.path)
         index.update()
-        assert [event["step"] for event in index.events(index.chosen(100, 0, 1 << 40))] == list(steps)
+        assert [event["step"] for event in index.events(index.chosen(100))] == list(steps)
 
 
 def test_a_lock_of_a_process_that_has_ended_is_not_signalled(tmp_path):

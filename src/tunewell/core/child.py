@@ -3,7 +3,7 @@
 run(command)         a program, until it ends: its output, its errors and its exit code
 Child(command)       a process that gets lines of JSON on stdin and writes lines of JSON to stdout
 call(module, ...)    one request to a module that is run in a new Python process: progress, then a result or an error
-answer(act)          the other side of `call`, inside that process
+answer(act)          the other side of `call` and of `Child.ask`, inside that process
 start_in_group(...)  a process in its own group, which the supervisor forwards signals to
 start_detached(...)  a process that goes on when this one ends
 """
@@ -126,6 +126,7 @@ class Child:
         `log` is a file for what it writes to stderr, without secrets.
         """
         self._errors: IO[bytes] | None = None
+        self._lines: queue.Queue[str | None] = queue.Queue()
         if not shows_errors:
             self._errors = open_file(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._process: Process = subprocess.Popen(
@@ -167,12 +168,12 @@ class Child:
 
         Other lines are skipped. Raise TimeoutError if nothing comes for `seconds`.
         """
-        lines: queue.Queue[str | None] = queue.Queue()
         stream, self._process.stdout = self._process.stdout, None
-        # A thread, because Windows cannot wait for a pipe with a time limit.
-        threading.Thread(target=_read, args=[stream, lines], daemon=True).start()
+        if stream is not None:
+            # A thread, because Windows cannot wait for a pipe with a time limit.
+            threading.Thread(target=_read, args=[stream, self._lines], daemon=True).start()
         try:
-            while (line := lines.get(timeout=seconds)) is not None:
+            while (line := self._lines.get(timeout=seconds)) is not None:
                 if line.startswith("{"):
                     yield json.loads(line)
         except queue.Empty:
@@ -241,10 +242,11 @@ def call(
         return child.ask(request, progress=progress, seconds=seconds)
 
 
-def answer(act: Callable[[Any, ProgressListener], Any]) -> None:
+def answer(act: Callable[[Any, ProgressListener], Any], *, is_repeated: bool = False) -> None:
     """Carry out the request of the parent process, and send it the progress and the result, or a UserError.
 
-    What libraries print to stdout goes to stderr. Without a request, nothing is done.
+    What libraries print to stdout goes to stderr. Without a request, nothing is done. If `is_repeated`, one request
+    after another is carried out, until the parent closes stdin or ends.
     """
     line = sys.stdin.readline()
     if not line:
@@ -256,11 +258,14 @@ def answer(act: Callable[[Any, ProgressListener], Any]) -> None:
         out.write(json.dumps({kind: content}) + "\n")
         out.flush()
 
-    try:
-        send("result", act(json.loads(line), lambda progress: send("progress", asdict(progress))))
-    except UserError as error:
-        send("error", {"what": error.what, "where": error.where, "fix": error.fix})
-        sys.exit(_EXIT_ERROR)
+    while line:
+        try:
+            send("result", act(json.loads(line), lambda progress: send("progress", asdict(progress))))
+        except UserError as error:
+            send("error", {"what": error.what, "where": error.where, "fix": error.fix})
+            if not is_repeated:
+                sys.exit(_EXIT_ERROR)
+        line = sys.stdin.readline() if is_repeated else ""
 
 
 def limit_resources(*, memory_bytes: int, processor_seconds: int) -> None:

@@ -139,18 +139,16 @@ class StepIndex:
                 self.offsets.append(at)
             at += len(line) + 1
 
-    def chosen(self, num_points: int, first: int, last: int) -> list[int]:
+    def chosen(self, num_points: int) -> list[int]:
         """Return the indices of steps that draw the same curve: first, lowest, highest and last of each interval.
 
         Steps whose loss is not finite are among them.
         """
-        steps, losses = np.frombuffer(self.steps, np.int64), np.frombuffer(self.losses, np.float64)
-        wanted = np.flatnonzero((steps >= first) & (steps <= last))
-        if len(wanted) <= num_points:
-            return wanted.tolist()
-        is_finite = np.isfinite(losses[wanted])
-        kept = set(wanted[~is_finite][:_MAX_NOT_FINITE].tolist())
-        for part in np.array_split(wanted, max(1, num_points // 4)):
+        losses = np.frombuffer(self.losses, np.float64)
+        if len(losses) <= num_points:
+            return list(range(len(losses)))
+        kept = set(np.flatnonzero(~np.isfinite(losses))[:_MAX_NOT_FINITE].tolist())
+        for part in np.array_split(np.arange(len(losses)), max(1, num_points // 4)):
             finite = part[np.isfinite(losses[part])]
             kept |= {int(part[0]), int(part[-1])}
             if len(finite):

@@ -60,6 +60,9 @@ class BrowserGuard:
         origin = headers.get("origin")
         # Some requests from pages, such as those for images, have this header instead of `Origin`.
         is_from_page = origin is not None or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
+        # A link to a page of this server, also in a file, is such a request without `Origin`. It sends no token.
+        if self._has_pages and origin is None and headers.get("sec-fetch-mode") == "navigate":
+            return None
         is_own = self._has_pages and origin in (f"http://{headers.get('host')}", f"https://{headers.get('host')}")
         if is_from_page and not is_own and origin not in self._origins:
             fix = "" if self._has_pages else "; allow its origin with `--allow-origin`"

@@ -83,11 +83,18 @@ def inspect(
     *,
     wanted: Sequence[int] = range(2),
     is_held_out: bool = False,
+    is_joined: bool = False,
     progress: ProgressListener = silent,
 ) -> Inspection:
-    """Return documents of a corpus or row file (default: from the config). Raise UserError if there is neither."""
+    """Return documents of a corpus or row file (default: from the config). Raise UserError if there is neither.
+
+    If `is_joined`, tokens that share a character are shown as this character and not as bytes.
+    """
     with _open(path, loaded, progress) as opened:
-        views, num_documents = CorpusViews(opened.corpus), _num_documents(opened.corpus, is_held_out)
+        views, num_documents = (
+            CorpusViews(opened.corpus, is_joined=is_joined),
+            _num_documents(opened.corpus, is_held_out),
+        )
         if not isinstance(wanted, range):  # `--show N`: a corpus may have fewer rows
             _require_documents(wanted, num_documents)
         documents = [views.document(index, is_held_out=is_held_out) for index in wanted if index < num_documents]

@@ -11,13 +11,13 @@ import pytest
 from watching import TOKEN, Client, encoded, watching, write_run
 
 from tunewell.core.errors import UserError
-from tunewell.features.watch.draft import words
+from tunewell.features.watch.draft import write
 from tunewell.features.watch.folder import safe_name
 from tunewell.features.watch.workflow import WatchOptions, open_page
 
 _GETS = ("session", "runs", "run?id=run", "curve?id=run", "samples?id=run", "log?id=run", "report?id=run")
-_MORE = ("answers?id=run", "jobs", "job?id=x", "files", "export?id=run", "chat?id=run", "stream?run=run")
-_POSTS = ("act", "job", "export", "downloads", "chat/open", "chat/close", "chat/say", "uploads?name=a.csv")
+_MORE = ("answers?id=run", "job?id=x", "files", "export?id=run", "chat?id=run", "stream?run=run")
+_POSTS = ("act", "downloads", "chat/open", "chat/close", "chat/say", "uploads?name=a.csv")
 _NEW = ("new/read", "new/models", "new/draft", "new/start", "new/index")
 
 
@@ -76,6 +76,16 @@ def test_the_own_page_is_allowed_also_through_a_tunnel(page):
     for host in ("localhost:9999", "127.0.0.1:8765", "[::1]:8765"):
         headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
         assert page.request("GET", "/api/v1/session", headers=headers)[0] == 200
+
+
+def test_a_link_to_the_page_opens_it_but_nothing_of_the_api(page):
+    """Guards against an error in the browser that the command opens: its first request comes from a file."""
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    assert page.request("GET", "/", headers=link)[0] == 200
+    stranger = Client(page.url, page.root, "")
+    assert stranger.request("GET", "/api/v1/runs", headers=link)[0] == 401
+    assert page.request("GET", "/", headers=link | {"host": "evil.example"})[0] == 403
+    assert page.request("POST", "/api/v1/act", {}, headers=link | {"origin": "http://evil.example"})[0] == 403
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "multipart/form-data", "text/plain", ""])
@@ -139,12 +149,13 @@ def test_links_out_of_the_folder_are_refused(tmp_path):
     (folder / "rows.csv").symlink_to(secret / "run" / "plan.json")
     run = write_run(folder / "run")
     (run / "crash.log").symlink_to("/etc/passwd")
+    write_run(folder / "own")
     with watching(folder) as page:
-        assert [row["id"] for row in page.get("runs")["runs"]] == ["run"]
+        assert [row["id"] for row in page.get("runs")["runs"]] == ["own"], "of `run`, a file is a link out"
         for name in ("linked", "run"):
             assert page.error("GET", "run", id=name)[0] == 403
             assert page.error("GET", "curve", id=name)[0] == 403
-        assert [own["name"] for own in page.get("files")["entries"]] == ["run"]
+        assert [own["name"] for own in page.get("files")["entries"]] == ["own", "run"]
         assert page.error("POST", "downloads", {"path": "rows.csv"})[0] == 403
         assert page.work("new/read", data="rows.csv")[1]["error"]["code"] == "outside"
 
@@ -228,7 +239,7 @@ def test_the_page_cannot_set_a_key_that_runs_code_or_leaves_the_folder(tmp_path,
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     request = {"data": "rows.jsonl", "model": "preset:tiny-1m", "name": "rows", "settings": settings}
     with pytest.raises(UserError, match="the page cannot set"):
-        words(request, lambda _: None)
+        write(request, lambda _: None)
 
 
 @pytest.mark.parametrize("model", ["/etc", "../other", "https://evil.example/x", "", "evil/model", "../../x.gguf"])
@@ -237,7 +248,7 @@ def test_only_models_of_the_list_or_of_the_folder_are_used(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     with pytest.raises(UserError, match="not on the list"):
-        words({"data": "rows.jsonl", "model": model, "name": "rows"}, lambda _: None)
+        write({"data": "rows.jsonl", "model": model, "name": "rows"}, lambda _: None)
 
 
 def test_another_address_needs_a_token_of_its_own(tmp_path):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import socket
 
 import pytest
 from watching import pretend_running, watching, write_run
@@ -87,7 +88,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
         assert (status, error["code"]) == (507, "disk_full")
 
 
-def test_a_bug_is_told_and_the_server_goes_on(tmp_path, monkeypatch):
+def test_a_bug_is_told_and_the_server_goes_on(tmp_path, monkeypatch, capfd):
     """Guards against one screen that ends the server."""
     run = write_run(tmp_path / "run")
 
@@ -97,6 +98,7 @@ def test_a_bug_is_told_and_the_server_goes_on(tmp_path, monkeypatch):
     with watching(tmp_path) as page:
         monkeypatch.setattr(views, "row_of", broken)
         assert page.error("GET", "run", id="run")[0] == 500
+        assert "in broken" in capfd.readouterr().err, "the message names the terminal"
         monkeypatch.undo()
         assert page.get("run", id="run")["id"] == run.name
 
@@ -117,19 +119,50 @@ def test_requests_of_wrong_types_are_refused(tmp_path):
     pretend_running(run)
     odd = [None, 1, [], {}, "", "x" * 10_000, True]
     with watching(tmp_path) as page:
-        for name in ("act", "job", "export", "downloads", "chat/open", "chat/close"):
+        for name in ("act", "downloads", "chat/open", "chat/close"):
             for value in odd:
                 body = {"id": value, "action": value, "to": value, "path": value, "sides": value}
                 status, data, _ = page.request("POST", f"/api/v1/{name}", body)
                 assert status in (400, 403, 404, 409), (name, value, data)
+            for wanted in ({"to": value}, {"to": ["gguf"], "gguf": value or "x"}):
+                body = {"id": "run", "action": "export"} | wanted
+                assert page.error("POST", "act", body)[1]["code"] in ("refused", "busy"), wanted
         for name in ("new/read", "new/draft", "new/start", "new/index", "chat/say"):
             for value in odd:
                 body = {"id": value, "data": value, "answers": value, "name": value, "settings": value}
                 kind, data = page.work(name, **body)
                 assert kind == "error", (name, value)
                 assert data["error"]["code"] != "failed", (name, value, data)
-        for query in ("points=x", "from=-1", "to=1e9", "points=99999999999999999999"):
+        for query in ("points=x", "points=-1", "points=1e9", "points=99999999999999999999"):
             status = page.request("GET", f"/api/v1/curve?id=run&{query}")[0]
             assert status in (200, 400), query
         for after in ("x", "1.2", "1.2.3.4", "-1.0.0", "zz.zz.zz", "1.2.3_x"):
             assert page.request("GET", f"/api/v1/stream?run=run&after={after}")[0] == 400, after
+
+
+def test_a_damaged_job_breaks_no_screen(tmp_path):
+    """Guards against a list of runs that fails for ever, because a job was killed while it was written."""
+    write_run(tmp_path / "run")
+    owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": "2026-11-19 12:00"})
+    for number, text in enumerate(["{}", "", '{"kind": "train", "run": "../outside"}', '{"kind": "train"}']):
+        job = tmp_path / ".tunewell" / "jobs" / f"20250101-000000-{number}"
+        job.mkdir(parents=True)
+        (job / "job.json").write_text(text)
+        (job / "lock").write_text(owner)
+    with watching(tmp_path) as page:
+        assert [row["id"] for row in page.get("runs")["runs"]] == ["run"]
+        assert page.get("run", id="run")["job"] is None
+
+
+def test_names_that_look_like_options_stay_names(tmp_path):
+    """Guards against a folder whose name becomes an option of the commands on the screen."""
+    write_run(tmp_path / "--help")
+    (tmp_path / "-r.csv").write_text("question,answer\n1,2\n")
+    with watching(tmp_path) as page:
+        name = page.get("runs")["runs"][0]["id"]
+        for action in page.get("run", id=name)["actions"]:
+            assert "./--help" in action["command"]
+        assert {own["path"] for own in page.get("files")["entries"]} == {"./--help", "./-r.csv"}
+        assert page.work("new/read", data="-r.csv")[1]["command"].startswith("tunewell init ./-r.csv")
+        error = page.work("new/draft", data="./-r.csv", name="--help2", model="preset:tiny-1m")[1]["error"]
+        assert "cannot be the name" in error["what"]

@@ -128,15 +128,13 @@ def require_truth(page: Client, project: Path, run: str, follower: Follower) -> 
     assert curve["held_out"] == [event for event in events if event["kind"] == "held_out"]
     assert curve["healing"] == lines(folder / "healing.jsonl")
     assert follower.steps == [(event["step"], event["loss"]) for event in steps], "a step is missing or doubled"
-    shown = [answer for own in page.get("samples", id=run)["questions"] for answer in own["answers"]]
+    shown = page.get("samples", id=run)["rows"]
     key = ("step", "document", "answer", "reference", "right", "fault")
     known = [[row[name] for name in key] for row in lines(folder / "samples.jsonl")]
     assert sorted([answer[name] for name in key] for answer in shown) == sorted(known)
-    assert all(answer["is_untrained"] == (answer["step"] == 0) for answer in shown)
     found = page.get("run", id=run)
     if (folder / "outcome.json").is_file():
         outcome = json.loads((folder / "outcome.json").read_text())
-        assert found["outcome"] == outcome
         assert (found["loss"], found["steps"]) == (outcome["last_loss"], outcome["steps"])
         assert found["held_out"] == outcome["held_out"]["best"]
     else:
@@ -226,7 +224,6 @@ def test_closing_the_page_and_killing_the_server_change_no_run(project):
         data = page.upload("rows.jsonl", rows)["data"]
         kind, started = page.work("new/start", data=data, name="watched", **body)
         assert kind == "result", started
-        assert started["config"]["text"] == (project / "watched" / "tunewell.yaml").read_text()
         again = page.work("new/start", data=data, name="second", **body)
         assert (again[0], again[1]["error"]["code"]) == ("error", "busy")
         assert "watched/run" in again[1]["error"]["what"]
@@ -237,7 +234,7 @@ def test_closing_the_page_and_killing_the_server_change_no_run(project):
             seen = stream.last_id
     with server(project) as (_, page):  # the first was killed with -9
         wait_for(lambda: page.get("run", id="watched/run")["status"] == "finished")
-        wait_for(lambda: page.get("jobs")["jobs"][0]["status"] == "done")
+        wait_for(lambda: page.get("job", id=started["job"]["id"])["status"] == "done")
         with page.stream(last_id=seen, run="watched/run") as stream:
             steps += [row["step"] for row in stream.until("steps")["rows"]]
         known = [*curve["columns"]["step"], *steps]
@@ -285,7 +282,7 @@ def test_ten_shown_commands_do_what_the_buttons_did(project):
         shown = page.work("new/draft", **body)[1]
         kind, started = page.work("new/start", **body)
         assert kind == "result", started
-        assert started["config"]["text"] == shown["config"]["text"]
+        assert (project / "one" / "tunewell.yaml").read_text() == shown["config"]["text"]
         wait_for(lambda: page.get("run", id="one/run")["steps"])
         for command in started["commands"][:1]:
             replay(command.replace("one/", "two/"))
@@ -304,7 +301,7 @@ def test_ten_shown_commands_do_what_the_buttons_did(project):
         again = replay(f"{actions['validate']['command']} --json")
         assert (again["verdict"], again["tuned_tally"]) == (report["verdict"], report["tuned_tally"])
         assert report["exchanges_counts"]["all"] == len(again["exchanges"])
-        exported = page.post("export", id="one/run", to=["adapter"])
+        exported = page.post("act", id="one/run", action="export", to=["adapter"])
         wait_for(lambda: page.get("job", id=exported["job"]["id"])["status"] != "running")
         shown = page.get("export", id="one/run")
         assert shown["existing"]["is_ok"], shown["job"]

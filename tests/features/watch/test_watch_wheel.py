@@ -50,7 +50,7 @@ def test_the_page_works_from_a_wheel_without_torch(tmp_path, tiny_model):
             page = Client(url.rstrip("/"), folder, token)
             assert page.request("GET", "/")[0] == 200
             assert page.request("GET", "/main.js")[0] == 200
-            for name in ("session", "runs", "files", "jobs"):
+            for name in ("session", "runs", "files"):
                 assert page.get(name)
             for name in ("run", "curve", "samples", "log", "export", "chat"):
                 assert page.get(name, id="run"), name
@@ -59,15 +59,15 @@ def test_the_page_works_from_a_wheel_without_torch(tmp_path, tiny_model):
             assert page.work("new/models", **request)[0] == "result"
             kind, draft = page.work("new/draft", **request, model="small", name="mine")
             assert kind == "result", draft
-            assert any(token["is_trained"] for token in draft["sees"][0]["tokens"])
+            assert any(token["is_supervised"] for token in draft["sees"][0]["tokens"])
             assert draft["plan"]
             kind, started = page.work("new/start", **request, model="small", name="mine")
             assert kind == "result", started
             with page.stream(run="mine/run") as stream:
                 failed = next(
-                    data for kind, data in stream.events() if kind == "jobs" and data["jobs"][0]["status"] == "failed"
+                    data["job"] for kind, data in stream.events() if kind == "run" and data["job"]["status"] == "failed"
                 )
-            assert "torch" in failed["jobs"][0]["error"]["what"], failed
+            assert "torch" in failed["error"]["what"], failed
         finally:
             server.kill()
     assert not list((tmp_path / "venv").rglob("torch/__init__.py"))

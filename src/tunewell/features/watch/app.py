@@ -3,7 +3,8 @@
 import asyncio
 import mimetypes
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+import traceback
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import orjson
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,9 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tunewell.core.errors import UserError
 from tunewell.core.files import explain_os_error, is_disk_full
 from tunewell.core.progress import Progress
-from tunewell.features.watch import actions, chat, new, views
+from tunewell.features.watch import actions, chat, exports, new, views
 from tunewell.features.watch.errors import STATUS, WatchError, error_json
-from tunewell.features.watch.folder import read_blocks
 from tunewell.features.watch.stream import Stream, json_bytes, sse
 from tunewell.features.watch.watched import Watched
 from tunewell.web.access import BrowserGuard, TokenGuard
@@ -34,26 +35,30 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
-Reader = Callable[[Watched, Mapping[str, str]], Any]
-Writer = Callable[[Watched, dict[str, Any]], Any]
+_HEADERS = Headers(
+    {
+        "content-security-policy": _POLICY,
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        "cache-control": "no-store",
+    }
+).raw
 Worker = Callable[[Watched, dict[str, Any], Callable[[Any], None]], Any]
 
-_VIEWS = "session runs run curve samples log report answers jobs job files export"
-_READERS: dict[str, Reader] = {name: getattr(views, name) for name in _VIEWS.split()} | {"chat": chat.state}
-_WRITERS: dict[str, Writer] = {
+_VIEWS = "session runs run curve samples log report answers"
+_READERS = {
+    **{name: getattr(views, name) for name in _VIEWS.split()},
+    "job": lambda watched, query: watched.jobs.job(query.get("id", "")),
+    "files": lambda watched, query: watched.folder.entries(query.get("folder", "")),
+    "export": exports.view,
+    "chat": chat.state,
+}
+_WRITERS = {
     "act": actions.act,
-    "job": actions.job,
-    "export": actions.export,
-    "downloads": actions.download,
+    "downloads": lambda watched, body: watched.folder.ticket(str(body.get("path", ""))),
     "chat/open": chat.open_sides,
     "chat/close": chat.close,
 }
@@ -62,7 +67,6 @@ _WORKERS: dict[str, Worker] = {
     "chat/say": chat.say,
 }
 """Their answers are streams: progress, then a result or an error."""
-_ALLOWED_READ_ONLY = frozenset({"downloads"})
 
 
 class _Headers:
@@ -74,9 +78,7 @@ class _Headers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with(message: Message) -> None:
             if message["type"] == "http.response.start":
-                known = {name.lower() for name, _ in message["headers"]}
-                added = [(name.encode(), text.encode()) for name, text in _HEADERS.items()]
-                message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in known)]
+                message["headers"] = [*message["headers"], *_HEADERS]
             await send(message)
 
         await self._app(scope, receive, send_with)
@@ -87,8 +89,8 @@ def build_app(watched: Watched, *, token: str, host: str, is_loopback: bool) -> 
     mimetypes.add_type("text/javascript", ".js")
     api = "/api/v1/"
     routes = [
-        *(Route(api + name, _reader(watched, read)) for name, read in _READERS.items()),
-        *(Route(api + name, _writer(watched, name, write), methods=["POST"]) for name, write in _WRITERS.items()),
+        *(Route(api + name, _endpoint(watched, name, read)) for name, read in _READERS.items()),
+        *(Route(api + name, _endpoint(watched, name, write), methods=["POST"]) for name, write in _WRITERS.items()),
         *(Route(api + name, _worker(watched, name, work), methods=["POST"]) for name, work in _WORKERS.items()),
         Route(api + "uploads", partial(_upload, watched), methods=["POST"]),
         Route(api + "stream", partial(_stream, watched)),
@@ -107,25 +109,17 @@ def build_app(watched: Watched, *, token: str, host: str, is_loopback: bool) -> 
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-def _reader(watched: Watched, read: Reader) -> Callable[[Request], Any]:
+def _endpoint(watched: Watched, name: str, act: Callable[[Watched, Any], Any]) -> Callable[[Request], Any]:
     async def respond(request: Request) -> Response:
-        return _json(await run_in_threadpool(_guarded, read, watched, dict(request.query_params)))
-
-    return respond
-
-
-def _writer(watched: Watched, name: str, write: Writer) -> Callable[[Request], Any]:
-    async def respond(request: Request) -> Response:
-        _require_writable(watched, name)
-        return _json(await run_in_threadpool(_guarded, write, watched, await _body(request)))
+        given = await _body(watched, name, request) if request.method == "POST" else dict(request.query_params)
+        return _json(await run_in_threadpool(_guarded, act, watched, given))
 
     return respond
 
 
 def _worker(watched: Watched, name: str, work: Worker) -> Callable[[Request], Any]:
     async def respond(request: Request) -> Response:
-        _require_writable(watched, name)
-        body, loop = await _body(request), asyncio.get_running_loop()
+        body, loop = await _body(watched, name, request), asyncio.get_running_loop()
         events: asyncio.Queue[tuple[str, Any] | None] = asyncio.Queue()
         has_left = threading.Event()
 
@@ -169,27 +163,25 @@ async def _stream(watched: Watched, request: Request) -> Response:
 
 
 async def _upload(watched: Watched, request: Request) -> Response:
-    _require_writable(watched, "uploads")
-    _require_type(request, "application/octet-stream")
-    query, size = request.query_params, request.headers.get("content-length")
-    name = query.get("name", "")
-    length = int(size) if size is not None else None
-    return _json(await watched.folder.upload(name, query.get("into"), length, request.stream()))
+    _require_allowed(watched, "uploads", request, "application/octet-stream")
+    query, size = request.query_params, int(request.headers.get("content-length", 0))
+    return _json(await watched.folder.upload(query.get("name", ""), query.get("into"), size, request.stream()))
 
 
 async def _download(watched: Watched, request: Request) -> Response:
     path = watched.folder.redeem(request.path_params["ticket"])
-    headers = {"content-disposition": "attachment", "content-length": str(path.stat().st_size)}
-    return StreamingResponse(read_blocks(path), media_type="application/octet-stream", headers=headers)
+    headers = {"content-disposition": "attachment"}
+    return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
 
 def as_known(error: Exception) -> UserError:
-    """Return an error for the page. The details of a bug are in the terminal."""
+    """Return an error for the page. A bug is also written to the terminal."""
     if isinstance(error, OSError) and is_disk_full(error):
         return WatchError("disk_full", "the disk is full", where=str(error.filename or ""), fix="free some space")
     known = explain_os_error(error) if isinstance(error, OSError) else error
     if isinstance(known, UserError):
         return known
+    traceback.print_exception(error)
     fix = "the terminal of `tunewell watch` shows where; please report it"
     return WatchError("failed", f"this part of the page failed ({type(error).__name__})", where=str(error), fix=fix)
 
@@ -198,36 +190,33 @@ def _guarded(act: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function; a file that vanished or was damaged meanwhile is an error for the page."""
     try:
         return act(*arguments)
-    except UserError:
-        raise
     except Exception as error:
         raise as_known(error) from error
 
 
-def _require_writable(watched: Watched, name: str) -> None:
-    if watched.is_read_only and name not in _ALLOWED_READ_ONLY:
-        raise WatchError("read_only", "this page only shows", fix="start `tunewell watch` without `--read-only`")
-
-
-def _require_type(request: Request, wanted: str) -> None:
+def _require_allowed(watched: Watched, name: str, request: Request, wanted: str) -> None:
+    """Raise WatchError if the page only shows, and for the types of content that a form can send."""
+    if watched.is_read_only and name != "downloads":
+        raise WatchError(
+            "read_only", "this page was started with `--read-only`", fix="start `tunewell watch` without `--read-only`"
+        )
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
         raise WatchError("media_type", f"the content type must be `{wanted}`")
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    _require_type(request, "application/json")
+async def _body(watched: Watched, name: str, request: Request) -> dict[str, Any]:
+    _require_allowed(watched, name, request, "application/json")
     data = bytearray()
     async for part in request.stream():
         data += part
         if len(data) > _MAX_BODY_BYTES:
             raise WatchError("too_large", "the request is larger than 1 MiB")
     try:
-        body = orjson.loads(bytes(data))
-    except ValueError as error:
-        raise WatchError("refused", "the request is not JSON") from error
-    if not isinstance(body, dict):
-        raise WatchError("refused", "the request is not a JSON object")
-    return body
+        if isinstance(body := orjson.loads(data), dict):
+            return body
+    except ValueError:
+        pass
+    raise WatchError("refused", "the request is not a JSON object")
 
 
 def _json(content: Any, status: int = 200) -> Response:

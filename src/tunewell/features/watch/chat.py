@@ -46,13 +46,13 @@ def _models(watched: Watched, run: Path) -> dict[str, str]:
 
 def state(watched: Watched, query: Mapping[str, Any]) -> dict[str, Any]:
     """Return whether each side can be asked, and why not."""
-    run = watched.run(str(query.get("id", ".")))
+    run = watched.asked(query)
     sides = []
     for side, model in _models(watched, run).items():
         job = watched.jobs.newest_of(watched.folder.name_of(run), (f"chat-{side}",))
-        status = "off" if job is None or job["status"] in ("done", "lost", "stopped") else job["status"]
-        is_ready = status == "running" and job is not None and "url" in _info(watched, job["id"])
-        status = "ready" if is_ready else "loading" if status == "running" else status
+        status = job["status"] if job and job["status"] in ("running", "failed") else "off"
+        if job and status == "running":
+            status = "ready" if "url" in _info(watched, job["id"]) else "loading"
         error = job["error"] if job and status == "failed" else None
         command = shlex.join(["tunewell", *_words(model)])
         sides.append({"side": side, "name": model, "status": status, "error": error, "command": command})
@@ -86,21 +86,23 @@ def open_sides(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
     """Load the models of some sides; raise WatchError if a run needs the memory."""
     if not watched.features["chat"]:
         raise WatchError("feature", "the feature `serve` is not installed")
-    run = watched.run(str(body.get("id", ".")))
-    models, wanted = _models(watched, run), body.get("sides") or SIDES
-    known = {own["side"]: own["status"] for own in state(watched, body)["sides"]}
-    for side in SIDES:
-        if side in wanted and known.get(side) in ("off", "failed"):
+    run = watched.asked(body)
+    wanted = body.get("sides") or SIDES
+    if not isinstance(wanted, list | tuple):
+        raise WatchError("refused", "`sides` is not a list")
+    for own in state(watched, body)["sides"]:
+        side = own["side"]
+        if side in wanted and own["status"] in ("off", "failed"):
             if error := _obstacle(watched, run):
                 raise error
-            words = [*_words(models[side]), "--json"]
+            words = [*_words(own["name"]), "--json"]
             watched.jobs.start(f"chat-{side}", words, run=watched.folder.name_of(run), has_token=True)
     return state(watched, body)
 
 
 def close(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
     """End the models of a run."""
-    run = watched.folder.name_of(watched.run(str(body.get("id", "."))))
+    run = watched.folder.name_of(watched.asked(body))
     end_all(watched, run)
     return state(watched, body)
 
@@ -117,7 +119,7 @@ def end_all(watched: Watched, run: str | None = None) -> None:
 
 def say(watched: Watched, body: dict[str, Any], emit: Callable[[Any], None]) -> dict[str, Any]:
     """Send a conversation to one side, and pass on its answer as it is written."""
-    run = watched.folder.name_of(watched.run(str(body.get("id", "."))))
+    run = watched.folder.name_of(watched.asked(body))
     job = watched.jobs.newest_of(run, (f"chat-{body.get('side')}",))
     info = _info(watched, job["id"]) if job and job["status"] == "running" else {}
     if job is None or "url" not in info:
@@ -127,14 +129,12 @@ def say(watched: Watched, body: dict[str, Any], emit: Callable[[Any], None]) -> 
     request = {"model": info["model"], "messages": body.get("messages"), "max_tokens": _MAX_TOKENS, "stream": True}
     if isinstance(temperature := body.get("temperature"), int | float):
         request["temperature"] = temperature
-    started, num_chars = time.monotonic(), 0
+    started = time.monotonic()
     for line in api.lines("chat/completions", request):
         if line.startswith(b"data: {"):
             chunk = json.loads(line[6:])
             if error := chunk.get("error"):
                 raise WatchError("refused", str(error.get("message")))
             with suppress(LookupError):
-                text = chunk["choices"][0]["delta"].get("content") or ""
-                num_chars += len(text)
-                emit(Delta(text))
-    return {"seconds": round(time.monotonic() - started, 3), "chars": num_chars}
+                emit(Delta(chunk["choices"][0]["delta"].get("content") or ""))
+    return {"seconds": round(time.monotonic() - started, 3)}

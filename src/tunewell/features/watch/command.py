@@ -2,6 +2,7 @@
 
 import json as json_module
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,7 @@ def command(
     server = open_page(folder.expanduser(), WatchOptions(host, port, token_file, read_only))
     info = server.info
     if json:
-        sys.stdout.write(json_module.dumps(info.as_json()) + "\n")
+        sys.stdout.write(json_module.dumps(asdict(info)) + "\n")
     else:
         mode = "shows only" if read_only else "runs that it starts go on without it"
         rows = [["folder", f"`{info.folder}`"], ["listens on", f"{info.listens_on}; {mode}"]]

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from tunewell.data.rows.conversation import ConversationRow, is_object
 from tunewell.data.sources.base import SourceFile, find_files, split_limit
 from tunewell.data.sources.blocks import count_rows, parsed_rows
 from tunewell.data.sources.recognise import columns_flag, read_options, recognise, set_flag
+from tunewell.features.watch.errors import error_json
 from tunewell.model_files.catalogue import find_in_catalogue
 from tunewell.model_files.local import find_local_models
 from tunewell.planning.first_config import InitResult
@@ -35,7 +36,7 @@ from tunewell.workflows.init import init
 from tunewell.workflows.inspect import Inspection, inspect
 from tunewell.workflows.models import models
 
-_PREVIEW_ROWS, _CELL_CHARS, _CONVERSATION_TURNS = 5, 300, 12
+_PREVIEW_ROWS, _CELL_CHARS, _CONVERSATION_TURNS, _MAX_TOKENS = 5, 300, 12, 2000
 _ASKED = ("encoding", "separator", "assistant", "columns")
 """Keys of the source that a question decides."""
 _LONG = "packing.long_documents"
@@ -53,14 +54,7 @@ _LOOK_UP = {
 }
 
 
-class _Pending(Exception):
-    def __init__(self, question: MenuQuestion, number: int) -> None:
-        super().__init__(question.text)
-        self.question = question
-        self.number = number
-
-
-class _Recognition:
+class Recognition:
     """The rows of a request, and how they are read with its answers."""
 
     def __init__(self, request: dict[str, Any], progress: ProgressListener) -> None:
@@ -74,27 +68,18 @@ class _Recognition:
             self.plain, base=Path(), options=source_options(wanted, 0, progress)
         )
         self._answers = [str(one) for one in request.get("answers") or ()]
-        self.pending: _Pending | None = None
-        try:
-            self.found = recognise(self.files, {}, limit=self.limit, ask=self._ask(ends=True))
-        except _Pending as pending:
-            self.pending = pending
-            self.found = recognise(self.files, {}, limit=self.limit, ask=self._ask(ends=False))
+        self.pending: MenuQuestion | None = None
+        """The first question without an answer. The rows are then read as is likeliest."""
+        self.found = recognise(self.files, {}, limit=self.limit, ask=self._answer)
 
-    def _ask(self, *, ends: bool) -> Any:
-        left = list(self._answers)
-
-        def ask(question: MenuQuestion) -> str | None:
-            if not left:
-                if ends:
-                    raise _Pending(question, len(self._answers))
-                return None
-            chosen = left.pop(0)
-            if chosen not in dict(question.options):
-                raise UserError(f"`{chosen[:60]}` is not an answer to: {question.text}", fix="answer it again")
-            return chosen
-
-        return ask
+    def _answer(self, question: MenuQuestion) -> str | None:
+        if not self._answers:
+            self.pending = self.pending or question
+            return None
+        chosen = self._answers.pop(0)
+        if chosen not in dict(question.options):
+            raise UserError(f"`{chosen[:60]}` is not an answer to: {question.text}", fix="answer it again")
+        return chosen
 
     @cached_property
     def decided(self) -> dict[str, Any]:
@@ -134,7 +119,7 @@ class _Recognition:
             if not rows and not conversations:
                 raise UserError("none of the first rows can be read", fix="open the file, and correct or convert it")
         except UserError as error:
-            problem = {"what": error.what, "where": error.where, "fix": error.fix}
+            problem = error_json(error)["error"]
         return {"columns": names, "rows": rows, "conversations": conversations, "problem": problem}
 
 
@@ -145,32 +130,24 @@ def _cell(value: Any) -> str:
     return text if len(text) <= _CELL_CHARS else text[:_CELL_CHARS] + " ..."
 
 
-def _question(question: MenuQuestion, number: int, key: str | None = None) -> dict[str, Any]:
-    options = [{"value": value, "label": label} for value, label in question.options]
-    shown = [{"name": name, "text": text} for name, text in question.shown]
-    return {"number": number, "text": question.text, "options": options, "shown": shown, "key": key}
+def _question(question: MenuQuestion, key: str | None = None) -> dict[str, Any]:
+    return asdict(question) | {"key": key}
 
 
 def read(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return the next question, or how the rows are read."""
-    rows = _Recognition(request, progress)
+    rows = Recognition(request, progress)
     if rows.pending:
-        asked = _question(rows.pending.question, rows.pending.number)
-        return {"question": asked, "rows": rows.preview()}
+        return {"question": _question(rows.pending), "rows": rows.preview()}
     found, shown = rows.found, rows.preview()
-    number = count_rows(rows.files, read_options(found, rows.limit))
-    settings = [
-        {"key": key, "value": value, "because": found.reasons.get(key, "")} for key, value in found.settings.items()
-    ]
     return {
         "question": None,
         "rows": shown,
-        "found": settings,
-        "number": number,
-        "formats": [own for own in [found.settings.get("format")] if own],
-        "labels": list(found.labels[:50]),
+        "found": [
+            {"key": key, "value": own, "because": found.reasons.get(key, "")} for key, own in found.settings.items()
+        ],
+        "number": count_rows(rows.files, read_options(found, rows.limit)),
         "pauses": found.pauses or None,
-        "flags": rows.flags,
         "command": shlex.join(["tunewell", "init", rows.data, *rows.flags]),
         "is_documents": shown["columns"] == ["text"],
     }
@@ -178,7 +155,7 @@ def read(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
 
 def compare(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return the recommended model for the rows, two alternatives and the others."""
-    rows = _Recognition(request, progress)
+    rows = Recognition(request, progress)
     found = models(rows.data, sets=rows.sets, progress=progress)
     best, every = found.recommended, [own for own in (*found.models, *found.local) if own is not found.recommended]
     size = best.num_parameters if best else 0
@@ -195,34 +172,41 @@ def compare(request: dict[str, Any], progress: ProgressListener) -> dict[str, An
     }
 
 
-def words(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
+def write(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
+    """Write the config with `init`, and return the commands of the run."""
+    known = commands(Recognition(request, progress), request)
+    if known["question"]:
+        raise UserError("a question is not answered yet", where=known["question"]["text"])
+    progress(Progress("writing the config"))
+    init(**known.pop("init"), progress=progress)
+    return known
+
+
+def commands(rows: Recognition, request: dict[str, Any]) -> dict[str, Any]:
     """Return the commands of the run, after a check of everything that the page has set."""
-    rows, settings = _Recognition(request, progress), dict(request.get("settings") or {})
+    settings = dict(request.get("settings") or {})
     if rows.pending:
-        return {"question": _question(rows.pending.question, rows.pending.number)}
+        return {"question": _question(rows.pending)}
     model, method = str(request.get("model") or ""), str(request.get("method") or "lora")
     _require_known(model, settings)
-    path = Path(str(request["name"])) / "tunewell.yaml"
+    path = f"{request['name']}/tunewell.yaml"
     chosen = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     init_words = ["init", rows.data, "--model", model, *(["--method", method] if method != "lora" else []), *rows.flags]
-    init_words += [*(part for text in chosen for part in ("--set", text)), "--out", str(path)]
-    train = ["tunewell", "train", "--config", path.as_posix()]
+    init_words += [*(part for text in chosen for part in ("--set", text)), "--out", path]
     return {
         "question": None,
-        "name": request["name"],
-        "config": {"path": path.as_posix()},
-        "words": init_words,
-        "sets": [*rows.sets, *chosen],
-        "commands": [shlex.join(["tunewell", *init_words]), shlex.join(train)],
+        "config": {"path": path},
+        "init": {"data": rows.data, "model": model, "method": method, "out": Path(path), "sets": [*rows.sets, *chosen]},
+        "commands": [shlex.join(["tunewell", *init_words]), shlex.join(["tunewell", "train", "--config", path])],
     }
 
 
 def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return the config, what the model sees, what is dropped, and the plan."""
-    known = words(request, progress)
+    rows, model = Recognition(request, progress), str(request.get("model") or "")
+    known = commands(rows, request)
     if known["question"]:
         return known
-    rows, model = _Recognition(request, progress), str(request["model"])
     progress(Progress("reading the model"))
     long: list[MenuQuestion] = []
 
@@ -230,25 +214,16 @@ def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]
         long.append(question)
         return None
 
-    result = init(
-        rows.data,
-        model=model,
-        method=str(request.get("method") or "lora"),
-        out=Path(known["config"]["path"]),
-        sets=known.pop("sets"),
-        is_draft=True,
-        ask=ask,
-        progress=progress,
-    )
+    result = init(**known.pop("init"), is_draft=True, ask=ask, progress=progress)
     own = [question for question in long if dict(question.options).keys() == {"split", "drop"}]
-    if own and _LONG not in request.get("settings", {}):
-        return {"question": _question(own[0], len(request.get("answers") or ()), _LONG)}
+    values = request.get("settings") or {}
+    if own and _LONG not in values:
+        return {"question": _question(own[0], _LONG)}
     progress(Progress("showing what the model sees"))
     seen = _inspected(rows, result, model, progress)
     progress(Progress("planning"))
-    values = request.get("settings") or {}
     needs = models(rows.data, names=(model,), sets=rows.sets, values=values, is_online=False).models[0]
-    plan = needs.outlook.work.plan if needs.outlook else None
+    chosen = result.settings | dict(needs.outlook.work.plan if needs.outlook else ())
     sample = result.sample
     return {
         **known,
@@ -257,19 +232,15 @@ def draft(request: dict[str, Any], progress: ProgressListener) -> dict[str, Any]
             "number": result.num_rows,
             "kept_for_testing": result.kept_for_testing,
             "too_few": result.too_few_to_judge,
-            "longest_tokens": sample.lengths.max,
-            "mean_tokens": sample.lengths.mean,
             "remarks": list(sample.remarks),
         },
-        "sees": [_document(view) for view in seen.documents],
+        "sees": [asdict(replace(view, tokens=view.tokens[:_MAX_TOKENS])) for view in seen.documents],
         "dropped": _dropped(sample.dropped, seen),
         "num_sampled": sample.rows_in,
         "task": asdict(result.task) if result.task else None,
-        "settings": [{"key": key, "value": own.value, "because": own.because} for key, own in result.settings.items()],
-        "plan": [{"key": key, **asdict(value)} for key, value in plan if isinstance(value, Chosen)] if plan else [],
+        "plan": [{"key": key, **asdict(own)} for key, own in chosen.items() if isinstance(own, Chosen)],
         "prediction": needs.outlook.prediction.model_dump(mode="json") if needs.outlook else None,
         "model": needs.as_json(),
-        "updates": result.num_updates,
         "look_up": _look_up(result, rows),
     }
 
@@ -288,7 +259,7 @@ def _require_known(model: str, settings: dict[str, Any]) -> None:
         raise UserError(f"the model `{model[:100]}` is not on the list of this page", fix="choose one of the list")
 
 
-def _inspected(rows: _Recognition, result: InitResult, model: str, progress: ProgressListener) -> Inspection:
+def _inspected(rows: Recognition, result: InitResult, model: str, progress: ProgressListener) -> Inspection:
     """Return the first conversations as the model sees them. Nothing is written into the folder."""
     source = {**result.source.settings, "path": rows.plain, "limit": min(rows.limit or SAMPLE_ROWS, SAMPLE_ROWS)}
     tree = {
@@ -298,12 +269,7 @@ def _inspected(rows: _Recognition, result: InitResult, model: str, progress: Pro
         "packing": {"long_documents": "split"},
         "corpus": ".tunewell/no-corpus",
     }
-    return inspect(None, load_config(tree), wanted=range(3), progress=progress)
-
-
-def _document(view: Any) -> dict[str, Any]:
-    tokens = [{"text": token.text, "is_trained": token.is_supervised} for token in view.tokens[:2000]]
-    return {"document": view.index, "source": view.source, "row": view.row, "tokens": tokens}
+    return inspect(None, load_config(tree), wanted=range(3), is_joined=True, progress=progress)
 
 
 def _dropped(dropped: dict[str, int], seen: Inspection) -> list[dict[str, Any]]:
@@ -316,7 +282,7 @@ def _dropped(dropped: dict[str, int], seen: Inspection) -> list[dict[str, Any]]:
     return found
 
 
-def _look_up(result: InitResult, rows: _Recognition) -> dict[str, Any] | None:
+def _look_up(result: InitResult, rows: Recognition) -> dict[str, Any] | None:
     task = result.task.value if result.task else ""
     if task not in _LOOK_UP:
         return None
@@ -325,7 +291,7 @@ def _look_up(result: InitResult, rows: _Recognition) -> dict[str, Any] | None:
     return {"words": _LOOK_UP[task], "command": command, "can_start": can_start}
 
 
-_ACTS = {"read": read, "models": compare, "words": words, "draft": draft}
+_ACTS = {"read": read, "models": compare, "write": write, "draft": draft}
 
 
 def _act(request: dict[str, Any], progress: ProgressListener) -> Any:
@@ -334,4 +300,4 @@ def _act(request: dict[str, Any], progress: ProgressListener) -> Any:
 
 
 if __name__ == "__main__":
-    answer(_act)
+    answer(_act, is_repeated=True)

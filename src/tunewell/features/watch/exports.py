@@ -1,13 +1,14 @@
 """Exports: targets with their predicted size, the comparison with the trained model, and the files."""
 
 import shlex
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat
 from tunewell.core.errors import UserError
-from tunewell.features.watch.errors import WatchError, error_json
-from tunewell.features.watch.folder import free_bytes
+from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.watched import Watched
 from tunewell.records.base import read_record
 from tunewell.records.events import plain
@@ -18,25 +19,21 @@ FOLDER = "export"
 _RECOMMENDED = "ollama"
 
 
-def has_export(run: Path) -> bool:
-    """Return whether a run was exported into its folder."""
-    return (run / FOLDER / PROOF).is_file()
-
-
-def words_of(run: str, body: dict[str, Any]) -> list[str]:
-    """Return the command of an export; raise WatchError for unknown targets."""
+def options_of(body: dict[str, Any]) -> list[str]:
+    """Return the options of an export; raise WatchError for unknown targets."""
     wanted, kind = body.get("to"), body.get("gguf")
     if not isinstance(wanted, list) or not wanted or not set(map(str, wanted)) <= set(EXPORT_TARGETS.names()):
         raise WatchError("refused", "choose a target", fix=", ".join(EXPORT_TARGETS.names()))
     if kind is not None and kind not in get_args(GgufFormat):
         raise WatchError("refused", "this is not a type of GGUF", fix=", ".join(get_args(GgufFormat)))
-    return ["export", run, "--to", ",".join(wanted), *(["--gguf", str(kind)] if kind else [])]
+    return ["--to", ",".join(wanted), *(["--gguf", str(kind)] if kind else [])]
 
 
-def view(watched: Watched, run: Path) -> dict[str, Any]:
+def view(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the targets, and the export that is there."""
     from tunewell.planning.forecast import export_bytes  # a second that the first page does not need
 
+    run = watched.asked(query)
     name, stored = watched.folder.name_of(run), StoredRun(run)
     weights = num_weights(stored.model)
     settings = value_in(stored.plan, "config", "export", "gguf", kind=list) or ["q8_0"]
@@ -46,11 +43,11 @@ def view(watched: Watched, run: Path) -> dict[str, Any]:
         size = export_bytes(entry.name, weights, settings[:1]) if weights and entry.name != "adapter" else None
         own = {"name": entry.name, "about": entry.doc, "is_recommended": entry.name == _RECOMMENDED}
         own |= {"predicted_bytes": size, "precisions": list(get_args(GgufFormat)) if has_types else []}
-        targets.append(own | {"command": shlex.join(["tunewell", "export", name, "--to", entry.name])})
+        targets.append(own)
     return {
         "targets": targets,
         "folder": f"{name}/{FOLDER}",
-        "free_bytes": free_bytes(run),
+        "free_bytes": shutil.disk_usage(run).free,
         "existing": _existing(watched, run),
         "job": watched.jobs.newest_of(name, ("export",)),
     }
@@ -68,36 +65,24 @@ def num_weights(model: str | None) -> int | None:
 
 def _existing(watched: Watched, run: Path) -> dict[str, Any] | None:
     """Return the comparison of each artefact with the trained model, and its files; also of an export that failed."""
-    folder = run / FOLDER
-    failed = _parity(run / "export-failed.json")
-    if not has_export(run):
-        return (
-            None if failed is None else {"is_ok": False, "links": [], "artefacts": [], "notes": []} | {"failed": failed}
-        )
+    folder, failed = run / FOLDER, _parity(run / "export-failed.json")
+    found = {"is_ok": False, "made_at": None, "links": [], "artefacts": [], "notes": [], "failed": failed}
+    if not (folder / PROOF).is_file():
+        return found if failed else None
     try:
-        proof, parity = read_proof(folder), _parity(folder / PARITY)
+        proof = read_proof(folder)
     except UserError as error:
-        return error_json(error) | {"is_ok": False, "links": [], "artefacts": [], "notes": [], "failed": failed}
-    artefacts = []
-    for own in proof.artefacts:
-        files = [
-            {"path": f"{watched.folder.name_of(folder)}/{path}", "bytes": _size(folder / path)} for path in own.sha256s
-        ]
-        artefacts.append(
-            {"name": own.name, "kind": own.kind, "precision": own.precision, "num_bytes": own.num_bytes}
-            | {"files": files}
-        )
+        return found | {"notes": [str(error)]}
+    name = watched.folder.name_of(folder)
+    found["artefacts"] = [
+        {"name": own.name, "files": [{"path": f"{name}/{file}", "bytes": _size(folder / file)} for file in own.sha256s]}
+        for own in proof.artefacts
+    ]
     ollama = next((own.path for own in proof.artefacts if own.kind == "ollama"), None)
-    create = (
-        f"cd {shlex.quote(str(folder / ollama))} && ollama create {run.parent.name} -f Modelfile" if ollama else None
-    )
-    facts = parity or {"is_ok": False, "links": [], "made_at": None}
-    return facts | {
-        "artefacts": artefacts,
-        "notes": proof.notes,
-        "failed": failed,
-        "ollama": create and {"command": create},
-    }
+    if ollama:
+        command = f"cd {shlex.quote(str(folder / ollama))} && ollama create {shlex.quote(run.parent.name)} -f Modelfile"
+        found["ollama"] = {"command": command}
+    return found | {"notes": proof.notes} | (_parity(folder / PARITY) or {})
 
 
 def _parity(path: Path) -> dict[str, Any] | None:

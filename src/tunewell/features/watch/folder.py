@@ -3,14 +3,13 @@
 import os
 import re
 import secrets
-import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tunewell.core.files import open_file, require_disk_space
+from tunewell.core.files import require_disk_space
 from tunewell.core.units import size_bytes
 from tunewell.data.sources.base import detect_format
 from tunewell.features.watch.errors import WatchError
@@ -23,7 +22,6 @@ HIDDEN = ".tunewell"
 _DOCUMENTS = frozenset({".pdf", ".docx", ".html", ".htm", ".md", ".txt"})
 _MAX_ENTRIES = 2000
 _TICKET_SECONDS = 60
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,9 @@ class WatchedFolder:
         return path
 
     def name_of(self, path: Path) -> str:
-        """Return the path of a file relative to the folder, with `/`."""
-        return path.resolve().relative_to(self.root).as_posix()
+        """Return the path of a file relative to the folder, with `/`; no command takes it for an option."""
+        name = path.resolve().relative_to(self.root).as_posix()
+        return f"./{name}" if name.startswith("-") else name
 
     def entries(self, name: str) -> dict[str, Any]:
         """Return the files and folders in a folder, with what they can be used for."""
@@ -64,21 +63,18 @@ class WatchedFolder:
             size = None if entry.is_dir() else entry.stat().st_size
             found.append({"name": entry.name, "path": self.name_of(Path(entry.path)), "kind": kind, "bytes": size})
         parent = None if folder == self.root else self.name_of(folder.parent)
-        shown = {"folder": self.name_of(folder), "parent": parent, "entries": found[:_MAX_ENTRIES]}
-        return shown | {"is_cut": len(found) > _MAX_ENTRIES}
+        return {"parent": parent, "entries": found[:_MAX_ENTRIES], "is_cut": len(found) > _MAX_ENTRIES}
 
-    async def upload(
-        self, name: str, into: str | None, size: int | None, parts: AsyncIterator[bytes]
-    ) -> dict[str, Any]:
+    async def upload(self, name: str, into: str | None, size: int, parts: AsyncIterator[bytes]) -> dict[str, Any]:
         """Write a file to `uploads` under a safe name, part by part. A file that is not complete is deleted."""
         safe = safe_name(name)
         if not (detect_format(safe)[0] or Path(safe).suffix.lower() in _DOCUMENTS):
             fix = "CSV, Excel, JSON, JSONL, Parquet, exported chats and texts are read; of a ZIP, its files"
-            raise WatchError("refused", f"`{safe}` is a type of file that nobody reads", fix=fix)
-        if size is not None and size > MAX_UPLOAD_BYTES:
+            raise WatchError("refused", f"`{safe}` is of a type that cannot be read", fix=fix)
+        if size > MAX_UPLOAD_BYTES:
             raise _too_large()
         folder = self._upload_folder(into)
-        require_disk_space(folder, size or 0)
+        require_disk_space(folder, size)
         path, number = free_path(folder, safe), 0
         try:
             with path.open("xb") as file:
@@ -87,16 +83,11 @@ class WatchedFolder:
                     if number > MAX_UPLOAD_BYTES:
                         raise _too_large()
                     file.write(part)
-                if size is not None and number != size:
-                    raise WatchError("refused", f"`{safe}` arrived only in part", fix="drop it again")
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         into = self.name_of(folder) if into else None
-        was_renamed = path.name != name
-        return {"data": into or self.name_of(path), "bytes": number, "name": path.name, "was_renamed": was_renamed} | {
-            "into": into
-        }
+        return {"data": into or self.name_of(path), "into": into}
 
     def _upload_folder(self, into: str | None) -> Path:
         uploads = self.root / UPLOADS
@@ -135,13 +126,6 @@ class WatchedFolder:
         return self.below(str(path))
 
 
-def read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file."""
-    with open_file(path) as file:
-        while block := file.read(_BLOCK_BYTES):
-            yield block
-
-
 def safe_name(name: str) -> str:
     """Return a name for a file that every system accepts, with its ending."""
     name = PurePosixPath(name.replace("\\", "/")).name
@@ -157,11 +141,6 @@ def free_path(folder: Path, name: str) -> Path:
     while path.exists() or path.is_symlink():
         path, number = folder / f"{stem}-{number}{suffix}", number + 1
     return path
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space on the disk of a folder."""
-    return shutil.disk_usage(folder).free
 
 
 def _too_large() -> WatchError:

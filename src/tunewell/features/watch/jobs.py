@@ -27,7 +27,7 @@ from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.folder import HIDDEN, WatchedFolder
 from tunewell.machine.machine import read_machine
 from tunewell.records.rundir import LOCK
-from tunewell.runs.state import StoredRun, find_runs, read_object, value_in
+from tunewell.runs.state import StoredRun, find_runs, modified_at, read_object, value_in
 
 USES_DEVICE = frozenset({"train", "resume", "validate"})
 _ERROR = re.compile(r"^error: (?P<what>.*)(?:\n  where: (?P<where>.*))?(?:\n  fix: +(?P<fix>.*))?", re.MULTILINE)
@@ -75,33 +75,28 @@ class Jobs:
     def job(self, name: str) -> dict[str, Any]:
         """Return a job with what it has written; raise WatchError if there is none."""
         path = self.path(name)
-        code, err = _number(path / "code"), _end(path / "err")
+        is_running = self._owner(path)[1]  # first: the code is written before the process ends
+        code, err = _number(path / "code"), text_of(path / "err") or ""
         result = read_object(path / "out") if code is not None else {}
         if code is None:
-            status = "running" if self._owner(path)[1] else "lost"
+            status = "running" if is_running else "lost"
         elif code in _VERDICTS and "error" not in result:
             status = "done"
         else:
             status = {0: "done", 130: "stopped", 143: "stopped"}.get(code, "failed")
-        lines = err.replace("\r", "\n").split("\n")
-        words = next((line.strip() for line in reversed(lines) if line.strip()), None)
         error = None
+        words = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), None)
         if status in ("failed", "lost"):
             told = [*_ERROR.finditer(err)]
             what = told[-1].groupdict() if told else {"what": words or "the command ended without a result"}
             error = {"where": None, "fix": None} | (result.get("error") or what)
-        job = read_object(path / "job.json") | {"id": name, "status": status, "code": code, "error": error}
-        return redact(job | {"words": words, "result": (result or None) if status == "done" else None})
+        return redact(self._known(name) | {"id": name, "status": status, "error": error, "words": words})
 
     def path(self, name: str) -> Path:
         """Return the folder of a job."""
         if not name.replace("-", "").isalnum() or not (self._place / name / "job.json").is_file():
             raise WatchError("not_found", f"there is no job `{name[:40]}`")
         return self._place / name
-
-    def all(self) -> list[dict[str, Any]]:
-        """Return all jobs, the newest first."""
-        return [self.job(name) for name in self._names()]
 
     def running(self) -> list[dict[str, Any]]:
         """Return the jobs that have not ended."""
@@ -110,26 +105,27 @@ class Jobs:
     def newest_of(self, run: str, kinds: Sequence[str] = ("train", "resume")) -> dict[str, Any] | None:
         """Return the newest job of a run."""
         for name in self._names():
-            known = read_object(self._place / name / "job.json")
-            if known.get("run") == run and known.get("kind") in kinds:
+            known = self._known(name)
+            if known["run"] == run and known["kind"] in kinds:
                 return self.job(name)
         return None
 
+    def _known(self, name: str) -> dict[str, Any]:
+        """Return what a job was started with; a damaged one belongs to no run."""
+        known = read_object(self._place / name / "job.json")
+        return known if known.keys() >= {"kind", "run", "command", "started"} else {"kind": "", "run": None}
+
     def signature(self) -> list[Any]:
         """Return a value that changes when a job does."""
-        self._reap()
-        return [
-            [name, self._owner(self._place / name)[1], *(_size(self._place / name / file) for file in ("err", "code"))]
-            for name in self._names()[:20]
-        ]
+        paths = [self._place / name for name in self._names()[:20]]
+        return [[path.name, self._owner(path)[1], modified_at(path / "err")] for path in paths]
 
-    def stop(self, name: str) -> dict[str, Any]:
-        """Ask a job to end, and return it."""
+    def stop(self, name: str) -> None:
+        """Ask a job to end."""
         owner, is_running = self._owner(self.path(name))
         if owner is not None and is_running:
             with suppress(ProcessLookupError):
                 os.kill(owner.pid, signal.SIGTERM)
-        return self.job(name)
 
     def _names(self) -> list[str]:
         with suppress(OSError):
@@ -186,17 +182,11 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
-def _end(path: Path) -> str:
+def text_of(path: Path) -> str | None:
+    """Return the end of a text file, or None if it cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, _size(path) - _SHOWN_BYTES))
+            file.seek(-min(_SHOWN_BYTES, path.stat().st_size), os.SEEK_END)
             return file.read().decode(errors="replace")
     except OSError:
-        return ""
+        return None

@@ -1,23 +1,18 @@
 """From rows to a run: each question, the models, the draft and the start. The page holds the answers."""
 
-import json
 import re
 import shlex
-import sys
 from typing import Any
 
-from tunewell.core.child import ChildDied, call, run
-from tunewell.core.errors import UserError
-from tunewell.core.progress import Progress, ProgressListener
+from tunewell.core.progress import ProgressListener
 from tunewell.data.sources.base import split_limit
 from tunewell.features.watch.actions import start_on_device
 from tunewell.features.watch.errors import WatchError, error_json
-from tunewell.features.watch.folder import safe_name
+from tunewell.features.watch.folder import free_path, safe_name
 from tunewell.features.watch.watched import Watched
 
-_SILENT_SECONDS = 600
 _MAX_ANSWERS = 20
-_NAME = re.compile(r"[\w-][\w.-]{0,59}")
+_NAME = re.compile(r"\w[\w.-]{0,59}")
 
 
 def _request(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
@@ -35,62 +30,35 @@ def _request(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "data": f"{name}#{limit}" if limit else name, "answers": answers, "folder": str(watched.root)}
 
 
-def _ask_child(request: dict[str, Any], act: str, progress: ProgressListener) -> dict[str, Any]:
-    try:
-        return call(
-            "tunewell.features.watch.draft", {**request, "act": act}, progress=progress, seconds=_SILENT_SECONDS
-        )
-    except ChildDied as error:
-        what = f"reading these rows {error.ended}"
-        raise WatchError("refused", what, fix="name fewer rows, like `rows.csv#1000`, or a smaller file") from error
-    except TimeoutError as error:
-        raise WatchError("refused", f"reading these rows took too long: {error}", fix="name fewer rows") from error
-
-
 def read(watched: Watched, body: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return the next question about the rows, or how they are read."""
     request = _request(watched, body)
-    found = _ask_child(request, "read", progress)
+    found = watched.reader.ask(request | {"act": "read"}, progress)
     return found | {"suggested_name": _free_name(watched, request["data"])}
 
 
 def models(watched: Watched, body: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return the models for the rows."""
-    return _ask_child(_request(watched, body), "models", progress)
+    return watched.reader.ask(_request(watched, body) | {"act": "models"}, progress)
 
 
 def draft(watched: Watched, body: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Return everything about the run that would be started, and whether it could be."""
-    request = _request(watched, body)
-    name = str(body.get("name") or _free_name(watched, request["data"]))
-    found = _ask_child({**request, "name": _checked_name(watched, name)}, "draft", progress)
-    look_up = found.get("look_up")
+    found = watched.reader.ask(_named_request(watched, body) | {"act": "draft"}, progress)
+    look_up = found.get("look_up") if watched.features["index"] else None
     held = watched.jobs.holder()
-    blocked = error_json(held)["error"] if held else None
-    return found | {"look_up": look_up if watched.features["index"] else None, "blocked": blocked}
+    return found | {"look_up": look_up, "blocked": error_json(held)["error"] if held else None}
 
 
 def start(watched: Watched, body: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
     """Write the config with `tunewell init`, and start `tunewell train`; raise WatchError if the device is held."""
     if held := watched.jobs.holder():
         raise held
-    request = _request(watched, body)
-    name = _checked_name(watched, str(body.get("name") or _free_name(watched, request["data"])))
-    found = _ask_child({**request, "name": name}, "words", progress)
-    if found["question"]:
-        raise WatchError("refused", "a question is not answered yet", where=found["question"]["text"])
-    progress(Progress("writing the config"))
-    written = run(
-        [sys.executable, "-m", "tunewell", *found["words"], "--json"], seconds=_SILENT_SECONDS, folder=watched.root
-    )
-    if written.code:
-        raise _error_of(written.out, written.last_error)
-    path = watched.folder.below(found["config"]["path"])
-    name = f"{found['name']}/run"
-    words = ["train", "--config", found["config"]["path"]]
-    job = start_on_device(watched, "train", words, run=name)
-    config = {"path": found["config"]["path"], "text": path.read_text(encoding="utf-8")}
-    return {"job": job, "run": name, "config": config, "commands": found["commands"]}
+    request = _named_request(watched, body)
+    found = watched.reader.ask(request | {"act": "write"}, progress)
+    name = f"{request['name']}/run"
+    job = start_on_device(watched, "train", ["train", "--config", found["config"]["path"]], run=name)
+    return {"job": job, "run": name, "commands": found["commands"]}
 
 
 def index(watched: Watched, body: dict[str, Any], progress: ProgressListener) -> dict[str, Any]:
@@ -104,21 +72,14 @@ def index(watched: Watched, body: dict[str, Any], progress: ProgressListener) ->
 def _free_name(watched: Watched, data: str) -> str:
     """Return a name for a project that no folder has yet."""
     stem = safe_name(split_limit(data)[0]).partition(".")[0].lower()
-    number, name = 2, stem
-    while (watched.root / name).exists():
-        name, number = f"{stem}-{number}", number + 1
-    return name
+    return free_path(watched.root, stem).name
 
 
-def _checked_name(watched: Watched, name: str) -> str:
+def _named_request(watched: Watched, body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request with the name of a new folder."""
+    request = _request(watched, body)
+    name = str(body.get("name") or _free_name(watched, request["data"]))
     if not _NAME.fullmatch(name) or watched.folder.below(name).exists():
         free = _free_name(watched, safe_name(name))
         raise WatchError("refused", f"`{name[:60]}` cannot be the name of a new folder", fix=f"use `{free}`")
-    return name
-
-
-def _error_of(out: str, last_line: str) -> UserError:
-    try:
-        return WatchError("refused", **json.loads(out)["error"])
-    except (ValueError, KeyError, TypeError):
-        return WatchError("refused", last_line or "`tunewell init` failed")
+    return request | {"name": name}

@@ -19,11 +19,12 @@ from tunewell.features.watch.errors import WatchError, error_json
 from tunewell.features.watch.watched import Watched, run_signature
 from tunewell.records.events import event_line, parse_object, plain
 from tunewell.runs.follow import START, LogPosition, LogReplaced, end_of, read_new
+from tunewell.runs.state import StoredRun
 from tunewell.runs.status import RunStatus
 
 _SECONDS = 0.25
 _RUN_SECONDS, _LIST_SECONDS, _ALIVE_SECONDS = 1.5, 2.0, 10.0
-_KINDS = ("steps", "healing", "samples", "log")
+_KINDS = ("steps", "healing", "samples")
 Event = tuple[str, Any]
 
 
@@ -34,21 +35,19 @@ class Stream:
         """Prepare a stream that goes on after an id; raise WatchError if there is no such run or id."""
         self._watched = watched
         self._run = watched.run(query["run"]) if query.get("run") else None
-        self._query = {"run": query.get("run", "")}
+        self._name = query.get("run", "")
         self._has_list = query.get("runs") == "1"
         self._due: dict[str, float] = {}
         self._seen: dict[str, Any] = {}
-        files = [*(self._run / name for name in views.LOGS)] if self._run else []
+        self._files = [self._run / name for name in views.LOGS] if self._run else []
         try:
-            known = [LogPosition.parse(part) for part in after.split("_")] if after and self._run else []
-            self._log_position = LogPosition.parse(query["log"]) if query.get("log") else None
+            parts = [part for part in (*after.split("_"), query.get("log")) if part] if after else []
+            self._positions = [LogPosition.parse(part) for part in parts][: len(self._files) + 1]
         except ValueError:
             raise WatchError("refused", "this is not the id of an event") from None
         # A log without a known position is followed from its end.
-        known += [end_of(file) for file in files[len(known) :]]
-        self._logs = list(zip(files, known, strict=False))
-        if len(known) > len(files):
-            self._log_position = known[len(files)]
+        log = views.log_path(watched, self._run) if self._run else None
+        self._positions += [end_of(file) if file else START for file in [*self._files, log][len(self._positions) :]]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events until the client leaves, or the log of the run is cut."""
@@ -66,79 +65,62 @@ class Stream:
             await asyncio.sleep(_SECONDS)
 
     def _poll(self) -> tuple[list[bytes], bool]:
-        lines = list[bytes]()
         try:
-            for kind, data in self._new_events():
-                id_ = views.cursor_of(self._positions) if kind in (*_KINDS, "held_out") else ""
-                lines.append(sse(kind, data, id_))
+            return [sse(kind, data, views.cursor_of(self._positions)) for kind, data in self._new_events()], False
         except LogReplaced:
-            lines.append(sse("reset", {"file": "events.jsonl", "last_step": self._last_step()}))
-            return lines, True
+            return [sse("reset", {"file": "events.jsonl", "last_step": self._last_step()})], True
         except (UserError, OSError) as error:
             known = error if isinstance(error, UserError) else WatchError("not_found", str(error))
-            lines.append(sse("gone", error_json(known)))
-            return lines, True
-        return lines, False
-
-    @property
-    def _positions(self) -> list[LogPosition]:
-        return [*(position for _, position in self._logs), self._log_position or START]
+            return [sse("gone", error_json(known))], True
 
     def _new_events(self) -> Iterator[Event]:
         if self._run is not None:
             if not self._run.is_dir():
-                self._watched.run(self._query["run"])  # raises, unless the run has only begun
+                self._watched.run(self._name)  # raises, unless the run has only begun
             yield from self._new_lines()
             yield from self._changed_run(self._run)
-        if self._is_due("jobs", _RUN_SECONDS):
-            yield from self._changed("jobs", self._watched.jobs.signature(), lambda: {"jobs": self._watched.jobs.all()})
         if self._has_list and self._is_due("runs", _LIST_SECONDS):
             yield from self._changed_list()
 
     def _new_lines(self) -> Iterator[Event]:
-        for number, (file, position) in enumerate(self._logs):
-            if _has_grown(file, position):
-                data, self._logs[number] = _read(file, position)
+        for number, (kind, file) in enumerate(zip(_KINDS, self._files, strict=True)):
+            if _has_grown(file, self._positions[number]):
+                data, position = read_new(file, self._positions[number])
                 rows = [row for line in data.split(b"\n") if (row := parse_object(line)) is not None]
-                if number == 0:
-                    held_out = [row for row in rows if row.get("kind") == "held_out"]
-                    rows = [views.with_speed(row) for row in rows if row.get("kind") == "step"]
-                    if held_out:
-                        yield "held_out", {"rows": held_out}
-                if rows:
-                    yield _KINDS[number], {"rows": rows}
-        path = views.log_path(self._watched, self._query) if self._is_due("log", _RUN_SECONDS) else None
-        if path is not None:
-            if self._seen.get("log") != path:  # the log of another job
-                self._seen["log"], self._log_position = path, self._log_position or end_of(path)
+                parts = {kind: rows}
+                if kind == "steps":
+                    parts = {"held_out": [row for row in rows if row.get("kind") == "held_out"]}
+                    parts["steps"] = [views.with_speed(row) for row in rows if row.get("kind") == "step"]
+                events = [(name, {"rows": own}) for name, own in parts.items() if own]
+                yield from events[:-1]
+                self._positions[number] = position  # only now: a stream that is cut before loses no step
+                yield from events[-1:]
+        if self._run and self._is_due("log", _RUN_SECONDS) and (path := views.log_path(self._watched, self._run)):
             try:
-                data, self._log_position = read_new(path, self._log_position or START)
-            except LogReplaced:
-                data, self._log_position = read_new(path)
+                data, self._positions[-1] = read_new(path, self._positions[-1])
+            except LogReplaced:  # the log of another job
+                data, self._positions[-1] = read_new(path)
             if data:
                 yield "log", {"text": data.decode(errors="replace")}
 
     def _changed_run(self, run: Path) -> Iterator[Event]:
         if self._is_due("run", _RUN_SECONDS):
-            signature = [run_signature(run), self._watched.jobs.signature()]
             status = RunStatus(run, is_quick=True)
-            signature += [status.stage, status.state if status.is_running else ""]
-            yield from self._changed("run", signature, lambda: views.run_state(self._watched, status))
+            state = [status.stage, status.state if status.is_running else ""]
+            signature = [run_signature(run), self._watched.jobs.signature(), state]
+            if self._seen.get("run") != signature:
+                self._seen["run"] = signature
+                yield "run", views.run_state(self._watched, status)
 
     def _changed_list(self) -> Iterator[Event]:
-        before: dict[Path, Any] | None = self._seen.get("runs")
+        before: dict[Path, StoredRun] | None = self._seen.get("runs")
         now = self._watched.stored_runs()
         self._seen["runs"] = now
         if before is not None:
             rows = [views.row_of(self._watched, run) for path, run in now.items() if before.get(path) is not run]
-            gone = [path.relative_to(self._watched.root).as_posix() for path in before.keys() - now.keys()]
+            gone = [before[path].run for path in before.keys() - now.keys()]
             if rows or gone:
                 yield "runs", {"rows": rows, "gone": gone}
-
-    def _changed(self, name: str, signature: Any, make: Any) -> Iterator[Event]:
-        if self._seen.get(name) != signature:
-            self._seen[name] = signature
-            yield name, make()
 
     def _is_due(self, name: str, seconds: float) -> bool:
         now = time.monotonic()
@@ -161,11 +143,6 @@ def _has_grown(file: Path, position: LogPosition) -> bool:
     except OSError:
         return bool(position.offset)
     return (found.st_ino, found.st_size) != (position.inode, position.offset) and bool(found.st_size or position.offset)
-
-
-def _read(file: Path, position: LogPosition) -> tuple[bytes, tuple[Path, LogPosition]]:
-    data, position = read_new(file, position)
-    return data, (file, position)
 
 
 def sse(kind: str, data: Any, id_: str = "") -> bytes:

@@ -1,50 +1,38 @@
 """What the screens show, read from the records of runs. Nothing here changes anything."""
 
-import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tunewell.core.files import read_text
+from tunewell.core.files import read_bytes
 from tunewell.core.version import made_by
 from tunewell.evaluation.report import view as shown
-from tunewell.features.watch import actions, exports
+from tunewell.features.watch import actions
 from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.folder import MAX_UPLOAD_BYTES, MAX_UPLOAD_FILES
+from tunewell.features.watch.jobs import text_of
 from tunewell.features.watch.watched import Watched
 from tunewell.machine.machine import read_machine
 from tunewell.records.events import parse_object, plain
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
-from tunewell.records.report import HEADLINES, PAGE, Report, read_report
+from tunewell.records.report import HEADLINES, PAGE, REPORT, Report, read_report
 from tunewell.records.rundir import CRASH, OUTCOME, RUN_CONFIG
-from tunewell.runs.follow import START, LogPosition, LogReplaced, end_of, read_new
+from tunewell.runs.follow import LogPosition, end_of
 from tunewell.runs.state import EVENTS, StoredRun, require_column, sorted_runs, value_in
 from tunewell.runs.status import RunStatus
 
 SAMPLES = "samples.jsonl"
 LOGS = (EVENTS, HEALING, SAMPLES)
 """The logs of a run in the order of their positions in the id of an event; the log of its job follows."""
-_STATUS_WORDS = {
-    "finished": "finished",
-    "starting": "starting",
-    "running": "running",
-    "interrupted": "stopped, can be resumed",
-    "stopped": "stopped by health",
-    "failed": "failed",
-    "killed": "crashed or killed",
-    "unreadable": "unreadable",
-}
 _CURVE = ("step", "loss", "grad_norm", "learning_rate", "memory_bytes", "seconds", "tokens", "epoch", "was_skipped")
 _SEARCHED = ("run", "model", "data", "status", "verdict", "method")
-_MAX_TEXT = 1 << 16
 _MAX_POINTS = 20_000
-_COMMAND = re.compile(r"`(tunewell [^`]+)`")
+_COMMAND = re.compile(r"`(tunewell (?P<action>[a-z-]+)[^`]*)`")
 Query = Mapping[str, str]
 
 
@@ -60,36 +48,26 @@ def session(watched: Watched, query: Query) -> dict[str, Any]:
     """Return what the page must know before it shows anything."""
     from tunewell.planning.first_config import RECIPES
 
-    machine = read_machine()
-    device = machine.device("auto")
-    facts = {"cores": machine.cores, "memory_bytes": device.memory_bytes, "free_bytes": device.free_bytes}
     return {
         "version": made_by(),
         "folder": str(watched.root),
         "name": watched.root.name,
-        "command": f"tunewell watch {shlex.quote(str(watched.root))}",
         "is_read_only": watched.is_read_only,
         "features": watched.features,
         "limits": {"upload_bytes": MAX_UPLOAD_BYTES, "upload_files": MAX_UPLOAD_FILES},
         "methods": [{"name": name, "about": recipe.about} for name, recipe in RECIPES.items()],
-        "machine": facts | {"device": device.label, "kind": device.kind},
+        "machine": {"device": read_machine().device("auto").label},
     }
 
 
 def row_of(watched: Watched, run: StoredRun) -> dict[str, Any]:
     """Return a run as the list shows it."""
-    row = run.as_json()
-    access, words = "own", None
-    if run.is_running and run.owner and (host := str(run.owner).partition(" on ")[2].partition(",")[0]):
-        access, words = "other_host", f"runs on `{host}`, so it can only be read here"
-    elif not os.access(run.folder, os.W_OK):
-        access, words = "other_user", "belongs to another user, so it can only be read"
-    name = watched.folder.name_of(run.folder)
-    own = {"id": name, "run": name, "access": access, "access_words": words}
+    row, name = run.as_json(), watched.folder.name_of(run.folder)
+    row |= {"id": name, "run": name, "access_words": actions.obstacle(run)}
     if run.status == "unreadable" and not run.folder.is_dir() and (job := watched.jobs.newest_of(name)):
         row["status"] = "starting" if job["status"] == "running" else "failed"
         row["note"] = (job["error"] or {}).get("what") or job["words"]
-    return row | own | {"status_words": _STATUS_WORDS.get(row["status"], row["status"])}
+    return row
 
 
 def runs(watched: Watched, query: Query) -> dict[str, Any]:
@@ -103,12 +81,9 @@ def runs(watched: Watched, query: Query) -> dict[str, Any]:
         if (not wanted or any(wanted in str(getattr(run, name) or "").casefold() for name in _SEARCHED))
         and query.get("status", "") in ("", run.status)
     ]
-    kept = sorted_runs(kept, sort, is_reversed=query.get("reverse") == "1")
-    first = number(query, "offset", 0)
-    shown = kept[first : first + number(query, "limit", 200, 1000)]
-    command = ["tunewell", "runs", "--sort", sort, *(["--reverse"] if query.get("reverse") == "1" else [])]
+    shown = sorted_runs(kept, sort, is_reversed=False)[: number(query, "limit", 200, 1000)]
     return {
-        "command": shlex.join(command),
+        "command": f"tunewell runs --sort {sort}",
         "total": len(found),
         "found": len(kept),
         "counts": Counter(run.status for run in found.values()),
@@ -118,52 +93,32 @@ def runs(watched: Watched, query: Query) -> dict[str, Any]:
 
 def run(watched: Watched, query: Query) -> dict[str, Any]:
     """Return everything about one run but its curve."""
-    folder = watched.run(query.get("id", "."))
+    folder = watched.asked(query)
     found = RunStatus(folder, is_quick=True)
-    settings = [{"key": key, **value} for key, value in found.plan.items() if _is_chosen(value)]
-    more = {
-        "plan": settings,
-        "prediction": found.plan.get("prediction"),
-        "config": _text(folder / RUN_CONFIG),
-    }
-    return run_state(watched, found) | more
+    plan = [
+        {"key": key, **value}
+        for key, value in found.plan.items()
+        if isinstance(value, dict) and value.keys() == {"value", "because"}
+    ]
+    return run_state(watched, found) | {"plan": plan, "config": text_of(folder / RUN_CONFIG)}
 
 
 def run_state(watched: Watched, found: RunStatus) -> dict[str, Any]:
     """Return what changes while a run works."""
-    name, last, folder = watched.folder.name_of(found.folder), found.last_step, found.folder
-    ended = found.ended
+    name, folder, ended = watched.folder.name_of(found.folder), found.folder, found.ended
+    records = {PLAN: found.plan, OUTCOME: found.outcome}
     return row_of(watched, found) | {
         "command": shlex.join(["tunewell", "runs", name]),
         "seconds_left": found.seconds_left,
         "elapsed": found.seconds,
-        **{key: value_in(last, key) for key in ("memory_bytes", "epoch", "learning_rate")},
-        "outcome": ended or None,
-        "crash": _text(folder / CRASH),
+        "crash": text_of(folder / CRASH),
         "healing_lines": ended.get("healing", []),
         "advice": ended.get("advice", []),
         "job": watched.jobs.newest_of(name),
         "has_report": found.has_report,
-        "has_export": exports.has_export(folder),
-        "problems": _problems(found),
+        "problems": [f"`{file}` is damaged" for file, own in records.items() if not own and (folder / file).is_file()],
         "actions": actions.possible(watched, found),
     }
-
-
-def _problems(found: StoredRun) -> list[str]:
-    parts = {PLAN: found.plan, OUTCOME: found.outcome}
-    return [f"`{name}` is damaged" for name, own in parts.items() if not own and (found.folder / name).is_file()]
-
-
-def _is_chosen(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"value", "because"}
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return read_text(path, errors="replace")[-_MAX_TEXT:]
-    except OSError:
-        return None
 
 
 def with_speed(event: dict[str, Any]) -> dict[str, Any]:
@@ -174,22 +129,17 @@ def with_speed(event: dict[str, Any]) -> dict[str, Any]:
 
 def curve(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the steps that draw the curve of a run, its evaluations and what health did."""
-    folder = watched.run(query.get("id", "."))
-    first, last = number(query, "from", 0), number(query, "to", 1 << 53)
+    folder = watched.asked(query)
     index, guard = watched.index(folder)
     with guard:
         index.update()
-        chosen = index.chosen(number(query, "points", 1500, _MAX_POINTS), first, last)
+        chosen = index.chosen(number(query, "points", 1500, _MAX_POINTS))
         steps = [with_speed(event) for event in index.events(chosen)]
         positions = [index.position, *(end_of(folder / name) for name in LOGS[1:])]
-        ends = (index.steps[0], index.steps[-1]) if index.steps else (None, None)
         facts = {"num_steps": len(index.steps), "num_damaged": index.num_damaged, "held_out": list(index.held_out)}
     return facts | {
         "cursor": cursor_of(positions),
-        "first_step": ends[0],
-        "last_step": ends[1],
         "is_reduced": len(chosen) < facts["num_steps"],
-        "planned_steps": StoredRun(folder).planned_steps,
         "columns": {name: [own.get(name) for own in steps] for name in (*_CURVE, "tokens_per_second")},
         "healing": lines_of(folder / HEALING),
     }
@@ -202,69 +152,30 @@ def cursor_of(positions: list[LogPosition]) -> str:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a short log. Damaged lines are left out."""
-    found, position = list[dict[str, Any]](), START
     try:
-        while True:
-            data, position = read_new(path, position)
-            if not data:
-                return found
-            found += [event for line in data.split(b"\n") if (event := parse_object(line)) is not None]
-    except LogReplaced:
-        return lines_of(path)
+        lines = read_bytes(path).split(b"\n")
+    except OSError:
+        return []
+    return [event for line in lines if (event := parse_object(line)) is not None]
 
 
 def samples(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return the sample answers by question; those before training are marked."""
-    folder = watched.run(query.get("id", "."))
-    rows = sorted(lines_of(folder / SAMPLES), key=lambda own: (own.get("document") or 0, own.get("step") or 0))
-    questions = []
-    for document, group in groupby(rows, key=lambda own: own.get("document")):
-        answers = [own | {"is_untrained": own.get("step") == 0} for own in group]
-        asked = {name: answers[0].get(name) for name in ("question", "prompt", "reference")}
-        questions.append({"document": document, **asked, "answers": answers})
-    return {"questions": questions}
+    """Return the sample answers; those of step 0 are from before training."""
+    return {"rows": lines_of(watched.asked(query) / SAMPLES)}
 
 
-def log_path(watched: Watched, query: Query) -> Path | None:
-    """Return the file with what a job, or the newest job of a run, told people."""
-    name = query.get("job")
-    if not name:
-        run_name = query.get("run") or query.get("id", ".")
-        job_ = watched.jobs.newest_of(run_name, ("train", "resume", "validate"))
-        name = job_["id"] if job_ else None
-    return watched.jobs.path(name) / "err" if name else None
+def log_path(watched: Watched, run: Path) -> Path | None:
+    """Return the file with what the newest job of a run told people."""
+    job = watched.jobs.newest_of(watched.folder.name_of(run), ("train", "resume", "validate"))
+    return watched.jobs.path(job["id"]) / "err" if job else None
 
 
 def log(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the end of a log."""
-    if "job" not in query:
-        watched.run(query.get("id", "."))
-    path = log_path(watched, query)
+    path = log_path(watched, watched.asked(query))
     if path is None:
-        where = "this run was started in a terminal, which has its log"
-        return {"text": "", "is_cut": False, "cursor": "", "where": where}
-    text = _text(path) or ""
-    return {"text": text, "is_cut": len(text) == _MAX_TEXT, "cursor": str(end_of(path)), "where": path.parent.name}
-
-
-def jobs(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return all jobs."""
-    return {"jobs": watched.jobs.all()}
-
-
-def job(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return one job."""
-    return watched.jobs.job(query.get("id", ""))
-
-
-def files(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return what is in a folder."""
-    return watched.folder.entries(query.get("folder", ""))
-
-
-def export(watched: Watched, query: Query) -> dict[str, Any]:
-    """Return what can be exported, and what was."""
-    return exports.view(watched, watched.run(query.get("id", ".")))
+        return {"text": "", "where": "this run was started in a terminal, which has its log"}
+    return {"text": text_of(path) or "", "cursor": str(end_of(path)), "where": path.parent.name}
 
 
 # The verdict.
@@ -280,14 +191,12 @@ _KINDS: dict[str, Callable[[dict[str, Any]], bool]] = {
 _ORDER = {False: 0, None: 1, True: 2}
 
 
-def _report(watched: Watched, query: Query) -> tuple[dict[str, Any], str, Path]:
-    folder = watched.run(query.get("id", "."))
-    name = watched.folder.name_of(folder)
-    if not (folder / "report.json").is_file():
+def _report(watched: Watched, folder: Path) -> Report:
+    if not (folder / REPORT).is_file():
+        name = watched.folder.name_of(folder)
         fix = f"`tunewell validate {shlex.quote(name)}` tests the model"
         raise WatchError("not_found", f"the run `{name}` has no verdict yet", fix=fix)
-    report = read_report(folder)
-    return plain(report.model_dump(mode="python")) | {"view": _as_shown(report)}, name, folder
+    return read_report(folder)
 
 
 def _as_shown(report: Report) -> dict[str, Any]:
@@ -305,43 +214,44 @@ def _as_shown(report: Report) -> dict[str, Any]:
 
 def report(watched: Watched, query: Query) -> dict[str, Any]:
     """Return the report without its answers, and what to do next."""
-    found, name, folder = _report(watched, query)
+    folder = watched.asked(query)
+    record = _report(watched, folder)
+    found = plain(record.model_dump(exclude={"curve"}))
     answers = found.pop("exchanges")
-    del found["curve"]
     counts = {kind: sum(map(is_one, answers)) for kind, is_one in _KINDS.items()} | {"all": len(answers)}
     words = [*(reason["next"] for reason in found["reasons"]), found["next"]]
     trained = StoredRun(folder).outcome
     return found | {
+        "view": _as_shown(record),
         "exchanges_counts": counts,
-        "kinds": [{"kind": kind, "number": counts[kind]} for kind in ("all", *_KINDS)],
         "headline": HEADLINES[found["verdict"]],
         "has_page": (folder / PAGE).is_file(),
-        "command": shlex.join(["tunewell", "validate", name]),
+        "command": shlex.join(["tunewell", "validate", watched.folder.name_of(folder)]),
         "next_steps": [_next_step(watched, folder, text) for text in dict.fromkeys(words) if text],
         "is_stale": bool(trained)
         and value_in(trained, "steps", kind=int) != value_in(found, "subject", "step", kind=int)
-        and (folder / OUTCOME).stat().st_mtime > (folder / "report.json").stat().st_mtime,
+        and (folder / OUTCOME).stat().st_mtime > (folder / REPORT).stat().st_mtime,
     }
 
 
 def _next_step(watched: Watched, folder: Path, words: str) -> dict[str, Any]:
-    command = _COMMAND.search(words)
-    verb = command[1].split()[1] if command else ""
-    action = {"train": "resume" if command and "--resume" in command[1] else None}.get(verb, verb)
+    """Return a next step with its command, which is that of the button if there is one."""
+    if not (command := _COMMAND.search(words)):
+        return {"words": words, "command": None}
+    action = "resume" if "--resume" in command[1] else command["action"]
     known = {own["id"]: own["command"] for own in actions.possible(watched, StoredRun(folder))}
-    own = known.get(action or "")
-    return {"words": words, "command": own or (command[1] if command else None), "action": action if own else None}
+    return {"words": words, "command": known.get(action, command[1])}
 
 
 def answers(watched: Watched, query: Query) -> dict[str, Any]:
     """Return some answers of the report, wrong ones first."""
-    found, _, _ = _report(watched, query)
+    found = plain(_report(watched, watched.asked(query)).model_dump(include={"exchanges"}))
     kind, wanted = query.get("kind", "all"), query.get("search", "").casefold()
     is_one = _KINDS.get(kind, lambda own: True)
-    rows = [own for own in found["exchanges"] if is_one(own)]
     rows = [
-        own for own in rows if wanted in f"{own['question']}\n{own['reference']}\n{own['tuned']['text']}".casefold()
+        own
+        for own in found["exchanges"]
+        if is_one(own) and wanted in f"{own['question']}\n{own['reference']}\n{own['tuned']['text']}".casefold()
     ]
     rows.sort(key=lambda own: _ORDER[own["tuned"]["right"]])
-    first = number(query, "offset", 0)
-    return {"total": len(rows), "answers": rows[first : first + number(query, "limit", 50, 500)]}
+    return {"total": len(rows), "answers": rows[: number(query, "limit", 50, 500)]}

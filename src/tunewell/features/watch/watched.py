@@ -3,17 +3,20 @@
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tunewell.core.errors import UserError
 from tunewell.core.features import features
 from tunewell.core.files import running_owner
 from tunewell.features.watch.errors import WatchError
 from tunewell.features.watch.folder import WatchedFolder
 from tunewell.features.watch.jobs import Jobs
+from tunewell.features.watch.reader import Reader
 from tunewell.records.plan import PLAN
 from tunewell.records.report import REPORT
 from tunewell.records.rundir import LOCK, OUTCOME
@@ -31,6 +34,7 @@ class Watched:
     root: Path
     is_read_only: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
+    reader: Reader = field(default_factory=Reader)
     is_over: Callable[[], bool] = lambda: False
     """Whether the server ends. Streams end with it, and jobs go on."""
 
@@ -49,7 +53,7 @@ class Watched:
     @property
     def features(self) -> dict[str, bool]:
         """The parts that other features add, and whether they are there."""
-        wanted = {"chat": "serve", "index": "retrieval", "compare": "compare", "diagnose": "diagnose"}
+        wanted = {"chat": "serve", "index": "retrieval", "diagnose": "diagnose"}
         return {part: name in features() for part, name in wanted.items()}
 
     def run(self, name: str) -> Path:
@@ -59,21 +63,34 @@ class Watched:
             if self.jobs.newest_of(name) is None:
                 what = f"there is no run `{name[:200]}`: it was deleted or moved, or never existed"
                 raise WatchError("not_found", what, fix="choose a run in the list")
-            return path
-        for entry in os.scandir(path):
+        else:
+            self._require_no_links_out(path)
+        return path
+
+    def asked(self, query: Mapping[str, Any]) -> Path:
+        """Return the folder of the run that a request names."""
+        return self.run(str(query.get("id", ".")))
+
+    def _require_no_links_out(self, run: Path) -> None:
+        for entry in os.scandir(run):
             if entry.is_symlink():
                 self.folder.below(entry.path)
-        return path
 
     def stored_runs(self) -> dict[Path, StoredRun]:
         """Return the runs in the folder. Only those whose files have changed are read again."""
         with self.guard:
             found: dict[Path, tuple[Any, StoredRun]] = {}
-            begun = [self.root / job["run"] for job in self.jobs.running() if job["kind"] == "train"]
+            begun = [self.root / str(job["run"]) for job in self.jobs.running() if job["kind"] == "train"]
             for path in dict.fromkeys([*find_runs(self.root), *begun]):
-                signature = run_signature(path)
-                known = self._rows.get(path)
-                found[path] = known if known and known[0] == signature else (signature, StoredRun(path))
+                signature, known = run_signature(path), self._rows.get(path)
+                if known is None or known[0] != signature:
+                    with suppress(OSError, UserError):  # it was deleted, or a file of it is a link out of the folder
+                        if self.folder.below(str(path)).is_dir():
+                            self._require_no_links_out(path)
+                        found[path] = signature, StoredRun(path)
+                        found[path][1].run = self.folder.name_of(path)
+                else:
+                    found[path] = known
             self._rows = found
             return {path: run for path, (_, run) in found.items()}
 

@@ -5,7 +5,7 @@ import os
 import secrets
 import sys
 import webbrowser
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -38,11 +38,8 @@ class PageInfo:
     folder: str
     listens_on: str
     is_read_only: bool
-    notes: list[str] = field(default_factory=list)
-    pid: int = field(default_factory=os.getpid)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    notes: list[str]
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,7 @@ def open_page(folder: Path, options: WatchOptions) -> PageServer:
         listens_on=f"{address.host} port {address.port}",
         is_read_only=options.is_read_only,
         notes=[] if address.is_loopback else [_UNENCRYPTED],
+        pid=os.getpid(),
     )
     server = make_server(app)
     watched.is_over = lambda: server.should_exit

@@ -30,7 +30,7 @@ function Targets({ data, run, session, onEnd }) {
     event.preventDefault();
     try {
       const gguf = (hasPrecision && precision) || null;
-      setState(await send('export', { id: run.id, to: chosen, gguf }));
+      setState(await send('act', { id: run.id, action: 'export', to: chosen, gguf }));
     } catch (error) {
       setState({ error });
     }
@@ -43,8 +43,7 @@ function Targets({ data, run, session, onEnd }) {
   };
   const why = exporting?.is_possible === false ? sentence(exporting.why_not ?? '') : '';
   const impossible = session.is_read_only ? 'This page was started with `--read-only`.' : why;
-  const verb = data.targets[0].command.replace(/ --to .*$/, '');
-  const asked = `${verb} --to ${chosen.join(',')}${hasPrecision && precision && ` --gguf ${precision}`}`;
+  const asked = `${exporting?.command} --to ${chosen.join(',')}${hasPrecision && precision && ` --gguf ${precision}`}`;
   const precisions = () => html`<div class="fields">
     <label for="precision">Precision of the GGUF file</label>
     <select id="precision" value=${precision} onChange=${({ target }) => setPrecision(target.value)}>

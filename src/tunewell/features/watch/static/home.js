@@ -17,21 +17,21 @@ const SORTS = {
   run: 'by name',
 };
 /** @type {Record<string, string>} */
-const STATUS = {
+export const STATUS = {
   starting: 'starting',
   running: 'running',
   finished: 'finished',
-  interrupted: 'stopped by you',
+  interrupted: 'stopped, can be resumed',
   stopped: 'stopped by health',
-  failed: 'crashed',
-  killed: 'ended without a result',
-  unreadable: 'not readable',
+  failed: 'failed',
+  killed: 'crashed or killed',
+  unreadable: 'unreadable',
 };
 
 /** The status of a run as a word with a mark, so that it needs no colour. @param {{ run: any }} own */
 export function StatusWord({ run }) {
   const status = String(run.status);
-  const text = run.status_words ?? STATUS[status] ?? status;
+  const text = STATUS[status] ?? status;
   return html`<span class=${`status ${status} ${BAD.includes(status) ? 'bad' : ''}`}><span class="mark" aria-hidden="true"></span>${text}</span>`;
 }
 

@@ -224,8 +224,8 @@ function Question({ result: { question, rows }, request, to }) {
     if (!key) to({ answers: JSON.stringify([...request.answers, value]) });
     else to({ settings: JSON.stringify({ ...request.settings, [key]: value }) });
   };
-  const shown = question.shown.map((own) => [visible(own.name), visible(own.text)]);
-  const option = ({ value, label }, index) => html`<label class="card option">
+  const shown = question.shown.map((pair) => pair.map(visible));
+  const option = ([value, label], index) => html`<label class="card option">
     <input type="radio" name="option" value=${value} defaultChecked=${index === 0} required />
     <span dir="auto">${visible(label)}${index === 0 && html`<span class="hint">likeliest</span>`}</span></label>`;
   return html`<form class="question-form" onSubmit=${answer}>
@@ -404,12 +404,12 @@ function Check({ request, session, to }) {
     ${start.isSent ? html`<${Progress} progress=${start.progress} text="Starting" />` : buttons()}
     <section><h2>What the model sees</h2>
       <p class="lead"><mark>Marked</mark> is what it learns to write. The rest it only reads.</p>
-      ${result.sees.map((own) => html`<${Tokens} document=${own} key=${own.document} />`)}
+      ${result.sees.map((own) => html`<${Tokens} document=${own} key=${own.index} />`)}
     </section>
     <section><h2>What was dropped</h2><${Dropped} dropped=${dropped} sampled=${result.num_sampled} /></section>
     <section><h2>The plan</h2><${Settings} request=${request} to=${to} />
-      <details><summary>${count(result.settings.length + result.plan.length, 'setting')}, each with its reason</summary>
-        <${Reasons} chosen=${[...result.settings, ...result.plan]} />
+      <details><summary>${count(result.plan.length, 'setting')}, each with its reason</summary>
+        <${Reasons} chosen=${result.plan} />
       </details>
       <details><summary>The file that is written: <code>${visible(result.config.path)}</code></summary><pre class="code" tabindex="0">${visible(result.config.text)}</pre></details>
     </section>
@@ -418,15 +418,15 @@ function Check({ request, session, to }) {
 
 /** A conversation as its tokens, with those that are learned marked. @param {{ document: any }} own */
 function Tokens({ document: own }) {
-  /** @type {{ text: string, is_trained: boolean }[]} */
+  /** @type {{ text: string, is_supervised: boolean }[]} */
   const spans = [];
   for (const token of own.tokens.slice(0, MAX_TOKENS)) {
     const last = spans[spans.length - 1];
-    if (last?.is_trained === token.is_trained) last.text += token.text;
+    if (last?.is_supervised === token.is_supervised) last.text += token.text;
     else spans.push({ ...token });
   }
   return html`<div class="said sees" dir="auto" tabindex="0" role="region" aria-label=${`Row ${own.row}`}>
-    ${spans.map((span) => (span.is_trained ? html`<mark>${visible(span.text)}</mark>` : html`<span>${visible(span.text)}</span>`))}</div>
+    ${spans.map((span) => (span.is_supervised ? html`<mark>${visible(span.text)}</mark>` : html`<span>${visible(span.text)}</span>`))}</div>
     <p class="fine">Row ${count(own.row)} of <${Bdi} text=${own.source} />, ${count(own.tokens.length, 'token')}</p>`;
 }
 

@@ -6,7 +6,7 @@ import { Chat } from './chat.js';
 import { Export } from './export.js';
 import { ago, count, date, duration, loss, number, setting, size, visible } from './format.js';
 import { words } from './format.js';
-import { StatusWord } from './home.js';
+import { STATUS, StatusWord } from './home.js';
 import { Job } from './new.js';
 import { Answer, Bar, Bdi, Busy, Command, Exchange, Facts, More, Problem, Prose } from './parts.js';
 import { Reasons, Sign, VerdictWord, announce, sentence } from './parts.js';
@@ -61,17 +61,19 @@ function useRun(id) {
     };
     const load = async () => {
       try {
-        const [first, curve, samples, log] = await Promise.all([
+        // First the curve: the stream goes on where it ends, so what is read later may come twice, but is never lost.
+        const curve = await get(`curve?${query}`, controller.signal);
+        const [first, samples, log] = await Promise.all([
           get(`run?${query}`, controller.signal),
-          get(`curve?${query}`, controller.signal),
           get(`samples?${query}`, controller.signal),
           get(`log?${query}`, controller.signal),
         ]);
-        records.current = { curve, samples: samples.questions, log };
+        records.current = { curve, samples: [], log };
+        for (const row of samples.rows) addSample(records.current.samples, row);
         setRun(first);
         setError(null);
         draw();
-        const stream = `stream?${new URLSearchParams({ run: id, after: curve.cursor })}`;
+        const stream = `stream?${new URLSearchParams({ run: id, after: curve.cursor, log: log.cursor ?? '' })}`;
         end = follow(stream, onEvent, {
           onState: (state, failure) => (failure ? setError(failure) : setLine(state)),
         });
@@ -95,7 +97,6 @@ function useRun(id) {
 /** @param {any} curve @param {any} row */
 function append(curve, row) {
   for (const name of Object.keys(curve.columns)) curve.columns[name].push(row[name] ?? null);
-  curve.last_step = row.step;
 }
 
 /** Drop the steps that a rewind has undone. @param {any} curve @param {number} last */
@@ -103,13 +104,13 @@ function undo(curve, last) {
   const kept = curve.columns.step.filter((step) => step <= last).length;
   for (const name of Object.keys(curve.columns)) curve.columns[name].length = kept;
   curve.held_out = curve.held_out.filter((own) => own.step <= last);
-  curve.last_step = last;
 }
 
 /** @param {any[]} questions @param {any} row */
 function addSample(questions, row) {
   let own = questions.find((each) => each.document === row.document);
   if (!own) questions.push((own = { ...row, answers: [] }));
+  if (own.answers.some((known) => known.step === row.step)) return;
   own.answers.push({ ...row, is_untrained: row.step === 0 });
 }
 
@@ -122,7 +123,7 @@ export function Run({ session, place }) {
   useEffect(() => {
     if (!run) return;
     document.title = `${run.verdict ? `${run.verdict} · ` : run.status === 'running' ? `${run.steps ?? 0}/${run.planned_steps ?? '?'} · ` : ''}${id} · tunewell`;
-    if (was.current && was.current !== run.status) announce(`The run: ${run.status_words}`);
+    if (was.current && was.current !== run.status) announce(`The run: ${STATUS[run.status]}`);
     was.current = run.status;
   }, [run?.status, run?.verdict, run?.steps]);
   useEffect(() => void (run && again()), [isStarting]);
@@ -166,11 +167,11 @@ function Training({ session, run, curve, samples, log }) {
     ['Step', said(last('step') ?? run.steps, steps)],
     ['Loss', said(last('loss') ?? run.loss, loss)],
     ['Held-out loss, best', said(best?.loss ?? run.held_out, loss)],
-    ['Learning rate', said(last('learning_rate') ?? run.learning_rate, number)],
+    ['Learning rate', said(last('learning_rate'), number)],
     ['Speed', said(run.tokens_per_second, (own) => `${number(own)} tokens/s`)],
-    ['Memory', said(last('memory_bytes') ?? run.memory_bytes, size)],
-    ['Times over the rows', said(last('epoch') ?? run.epoch, (own) => number(own, 3))],
-    ['Took', said(run.elapsed ?? run.outcome?.seconds, duration)],
+    ['Memory', said(last('memory_bytes'), size)],
+    ['Times over the rows', said(last('epoch'), (own) => number(own, 3))],
+    ['Took', said(run.elapsed, duration)],
   ]);
   return html`
     ${isRunning && html`<${Bar} share=${share} label="Progress of the training" text=${[run.stage?.startsWith('step') ? '' : sentence(run.stage ?? ''), far, left].filter(Boolean).join(', ')} />`}
