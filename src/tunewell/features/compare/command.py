@@ -50,7 +50,7 @@ def command(
 
 
 def _record(path: Path, models: Sequence[str], options: CompareOptions, *, yes: bool, json: bool) -> int:
-    """Say what the questions cost and, if the user agrees, record the answers."""
+    """Print what the questions cost and, if the user agrees, record the answers."""
     from tunewell.features.compare.record import plan_recording, record
 
     if options != CompareOptions(indexes=[], data=options.data, out=Path(CompareOptions.out)):

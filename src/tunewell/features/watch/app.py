@@ -136,7 +136,7 @@ def _worker(watched: Watched, name: str, work: Worker) -> Callable[[Request], An
                 send("result", work(watched, body, emit))
             except ClientDisconnect:
                 pass
-            except Exception as error:  # noqa: BLE001  each error is told to the page
+            except Exception as error:  # noqa: BLE001  each error is sent to the page
                 if not has_left.is_set():
                     send("error", error_json(as_known(error)))
             finally:
